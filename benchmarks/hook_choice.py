@@ -72,8 +72,7 @@ def lines_of(known: dict[str, float]) -> Iterator[str]:
                     buckets=model.bucket_sizes(),
                     delay_seconds=delay,
                 )
-                sent = [cost.bytes_sent for cost in costs]
-                take = advise(costs, sent, COMPUTE_SECONDS, optimizer).hook
+                take = advise(costs, COMPUTE_SECONDS, optimizer).hook
                 (step,) = (cost.step_seconds for cost in costs if cost.hook == take)
                 plain = say_seconds(costs[0].step_seconds)
                 text = f"{say_seconds(step)} of {plain}" if take != costs[0].hook else plain

@@ -101,7 +101,12 @@ class Signs:
 def _members(store: dist.Store, count: int, signs: Signs, **settings: Any) -> list[Membership]:
     options: dict[str, Any] = {"min_ranks": 2, "grace": GRACE, "first_ranks": count, **settings}
     options |= {"now": CLOCK.now, "sleep": CLOCK.sleep}
-    return [Membership(store, signs, **options) for _ in range(count)]
+    return [Membership(store, signs.silent, **options) for _ in range(count)]
+
+
+def _wanting(member: Membership) -> list[int]:
+    """The ranks that want to take part, as a member reads them."""
+    return member._asking(member.current())[0]
 
 
 def _together(calls: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -254,13 +259,13 @@ def test_a_new_rank_is_let_in_where_the_others_change() -> None:
     store, signs, members = _started(2)
     (late,) = _members(store, 1, signs)
     entered, thread = _entering(late)
-    _wait_until(members[0].wanting)
+    _wait_until(partial(_wanting, members[0]))
     views = _together([lambda m=m: m.change(5) for m in members])
     CLOCK.join(thread)
     assert {*views, *entered} == {views[0]}
     assert views[0].members == (*(m.own for m in members), late.own)
     assert views[0].new == (late.own,) and views[0].steps == 5
-    assert late.is_new and not members[0].wanting()
+    assert late.is_new and not _wanting(members[0])
 
 
 def test_new_ranks_wait_where_the_others_change_without_letting_in() -> None:
@@ -269,11 +274,11 @@ def test_new_ranks_wait_where_the_others_change_without_letting_in() -> None:
     left = members[1:]
     (late,) = _members(store, 1, signs)
     entered, thread = _entering(late)
-    _wait_until(left[0].wanting)
+    _wait_until(partial(_wanting, left[0]))
     # With the one that waits they are enough.
     views = _together([lambda m=m: m.change(5, lost, lets_in=False) for m in left])
     assert views[0] == views[1] and views[0].members == tuple(m.own for m in left)
-    assert left[0].wanting() == [late.own], "members still know that it waits"
+    assert _wanting(left[0]) == [late.own], "members still know that it waits"
     views = _together([lambda m=m: m.change(6) for m in left])
     CLOCK.join(thread)
     assert {*views, *entered} == {views[0]}
@@ -293,7 +298,7 @@ def test_a_new_rank_whose_view_has_gone_waits_for_the_next() -> None:
     thread = CLOCK.start(lambda: entered.append(late.change(5, lets_in=False)))
     views = _together([lambda m=m: m.change(5, lost, lets_in=False) for m in left])
     assert views[0].members == tuple(m.own for m in left)
-    _wait_until(left[0].wanting)
+    _wait_until(partial(_wanting, left[0]))
     views = _together([lambda m=m: m.change(6) for m in left])
     CLOCK.join(thread)
     assert entered == [views[0]] and views[0].new == (late.own,) and late.view == views[0]
@@ -317,7 +322,7 @@ def test_a_rank_that_was_overlooked_asks_again() -> None:
     (view, _) = _together([lambda m=m: m.change(5) for m in members])
     assert late.own not in view.members
     signs.dead.clear()
-    _wait_until(members[0].wanting)
+    _wait_until(partial(_wanting, members[0]))
     views = _together([lambda m=m: m.change(5) for m in members])
     CLOCK.join(thread)
     assert entered == [views[0]] and views[0].new == (late.own,)
@@ -354,7 +359,7 @@ def test_a_rank_that_asks_while_the_others_look_is_not_overlooked() -> None:
     store.append("wanting", f"{late} ")
     assert members[0].change(5).members == (members[0].own, late)
     members[0]._store = store
-    assert members[0].wanting()[0] == late + 1
+    assert _wanting(members[0])[0] == late + 1
 
 
 def test_words_of_others_in_the_store_are_skipped(caplog: pytest.LogCaptureFixture) -> None:
@@ -363,7 +368,7 @@ def test_words_of_others_in_the_store_are_skipped(caplog: pytest.LogCaptureFixtu
     for key in ("wanting", "left", "here/2"):
         store.append(key, f"hello 1:2:3:4 :, 99999 -7 {'9' * 30}:0:0:::1 1:{'9' * 30} 9:5:0:::1 ")
     entered, thread = _entering(late)
-    _wait_until(members[0].wanting)
+    _wait_until(partial(_wanting, members[0]))
     views = _together([lambda m=m: m.change(5) for m in members])
     CLOCK.join(thread)
     assert {*views, *entered} == {views[0]}
@@ -387,7 +392,7 @@ def test_other_texts_in_a_counter_are_replaced(
     if not is_first:
         store.set(key, text)
     entered, thread = _entering(late)
-    _wait_until(members[0].wanting)
+    _wait_until(partial(_wanting, members[0]))
     views = _together([lambda m=m: m.change(5) for m in members])
     CLOCK.join(thread)
     assert {*views, *entered} == {views[0]}

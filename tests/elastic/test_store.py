@@ -56,7 +56,7 @@ def test_time_without_the_store_does_not_count() -> None:
     signs = StoreSigns(client, 1, 0.2)
     _until(lambda: "alive/2" in signs._signs.signs() or not signs.silent([2]))
     del server
-    _until(lambda: signs.seconds_without_store() > 0.3)
+    _until(lambda: signs._signs.seconds_without_store() > 0.3)
     assert signs.silent([2]) == set()
     signs.stop()
 

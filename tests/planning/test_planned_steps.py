@@ -18,7 +18,7 @@ from torch_commhook.collectives import wire
 from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.planning import Measured, Model, measure, plan
 from torch_commhook.planning.formulas import (
-    Formula,
+    Work,
     bytes_out_of_node,
     count_connections,
     count_messages,
@@ -212,7 +212,7 @@ HOOKS = [
 ELEMENTS = 5_003
 
 
-def _formula(text: str, ranks: int, nodes: int = 1, elements: int = ELEMENTS) -> Formula:
+def _formula(text: str, ranks: int, nodes: int = 1, elements: int = ELEMENTS) -> Work:
     found = formula_of(parse_hook(text), Model(elements), ranks, nodes)
     assert found is not None
     return found
@@ -236,7 +236,7 @@ def test_formulas_are_what_simulated_ranks_do(text: str, ranks: int) -> None:
     gradients = [gradients_of(ELEMENTS, ELEMENTS) for _ in range(ranks)]
     found = simulate(parse_hook(text), gradients, steps=2, timeout=600)
     formula = _formula(text, ranks)
-    assert _with_numbered_groups(formula.issued) == _with_numbered_groups(found.issued)
+    assert _with_numbered_groups(formula.chains[0]) == _with_numbered_groups(found.issued)
     tolerance = 0 if ranks == 128 else 1e-3  # the simulation rounds
     assert formula.bytes_sent == pytest.approx(found.wire_bytes, rel=tolerance, abs=0)
 
@@ -281,7 +281,7 @@ def test_bytes_out_of_a_node_are_those_of_the_groups_between_nodes(
     formula = _formula(
         f"hierarchical(blockwise(), levels={levels})", ranks, ranks // per_node, 4096
     )
-    found = bytes_out_of_node(formula.issued, formula.members, [1.0])
+    found = bytes_out_of_node(formula.chains[0], formula.members, [1.0])
     wanted = sum(sum(of_groups[1:]) for of_groups in sent[:per_node])
     assert found == pytest.approx(wanted, rel=2e-2)  # ranks' shards differ by a block
 
@@ -289,12 +289,12 @@ def test_bytes_out_of_a_node_are_those_of_the_groups_between_nodes(
 def test_bytes_out_of_a_node_of_hooks_among_all_ranks() -> None:
     def out(text: str, ranks: int, nodes: int, elements: int = 1 << 20) -> float:
         formula = _formula(text, ranks, nodes, elements)
-        return bytes_out_of_node(formula.issued, formula.members, [1.0])
+        return bytes_out_of_node(formula.chains[0], formula.members, [1.0])
 
     # Around a ring one rank of a node sends to another node.
     assert out("allreduce()", 32, 4) == pytest.approx(2 * (4 << 20) * 31 / 32)
     # Of 7 others 4 are on the other node.
-    (call, _) = _formula("blockwise()", 8, 2, 1 << 20).issued
+    (call, _) = _formula("blockwise()", 8, 2, 1 << 20).chains[0]
     assert out("blockwise()", 8, 2) == pytest.approx(2 * 4 * call.traffic.carried * 4 / 7, rel=1e-3)
     assert out("allreduce()", 32, 1) == out("blockwise()", 8, 1) == 0
     nodes = out("hierarchical(blockwise(), levels=[8])", 32, 4)
@@ -368,8 +368,8 @@ def test_messages_and_connections_of_processes(
     ranks: RankPool = request.getfixturevalue(pool)
     size = ranks.world_size
     formula = _formula(text, size, 1, BUCKETS * WIDTH * WIDTH)
-    messages = count_messages(formula.issued, agreement_of(size), [1 / BUCKETS] * BUCKETS)
-    added = count_connections(formula.hook, formula.issued, size, connections)
+    messages = count_messages(formula.chains[0], agreement_of(size), [1 / BUCKETS] * BUCKETS)
+    added = count_connections(formula.hook, formula.chains[0], size, connections)
     assert ranks.run(_counted, text, connections) == [(messages, added)] * size
 
 
@@ -394,7 +394,7 @@ def test_round_trips_of_nodes() -> None:
 @pytest.mark.filterwarnings("ignore:.*take more bytes than cast")
 def test_connections_of_a_thousand_ranks(text: str, wanted: int) -> None:
     formula = _formula(text, 1000, 125)
-    assert count_connections(formula.hook, formula.issued, 1000) == wanted
+    assert count_connections(formula.hook, formula.chains[0], 1000) == wanted
 
 
 @pytest.mark.parametrize(("size", "messages"), [(2, 1), (16, 15), (17, 5), (100, 7), (1000, 10)])

@@ -297,10 +297,9 @@ def _membership(*args: Any, **options: Any) -> Membership:
 def _watch(ranks: ElasticRanks) -> None:
     """Like the real function; its signs wake the thread that checks them."""
     signs: Any = ranks._signs
-    if signs is not None:
-        signs.looks = ranks._stopped.look  # type: ignore[attr-defined]
-        signs.is_old = lambda: signs.view_number() > ranks.view.number
-        signs.watch(ranks._others())
+    signs.looks = ranks._stopped.look  # type: ignore[attr-defined]
+    signs.is_old = lambda: signs.view_number() > ranks.view.number
+    signs.watch(ranks._others())
 
 
 def _transferred(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,7 +23,8 @@ from trained_models import KINDS, trained
 
 from torch_commhook import attach, hooks
 from torch_commhook.hooks.base import Hook
-from torch_commhook.testing import DeadlockError, run_ranks, scheduler
+from torch_commhook.process_group.simulated import scheduler
+from torch_commhook.testing import DeadlockError, run_ranks
 from torch_commhook.testing import ranks as worlds
 
 pytestmark = pytest.mark.usefixtures("run_ranks_restores")

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from repository import ROOT
 from torch.distributed import distributed_c10d
 
-from torch_commhook.testing import DeadlockError, MismatchedCollectiveError, run_ranks, scheduler
+from torch_commhook.process_group.simulated import scheduler
+from torch_commhook.testing import DeadlockError, MismatchedCollectiveError, run_ranks
 
 pytestmark = pytest.mark.usefixtures("run_ranks_restores")
 

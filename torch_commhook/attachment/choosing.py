@@ -8,7 +8,7 @@ from torch_commhook.attachment.road import Road, road_in_use
 from torch_commhook.hooks.auto import auto
 from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.planning.choice import choose_hook
-from torch_commhook.testing.scheduler import current_rank
+from torch_commhook.process_group.simulated.scheduler import current_rank
 
 
 class ChoosingByPlan:

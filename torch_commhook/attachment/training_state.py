@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from torch_commhook.attachment.road import road_in_use, roads
 from torch_commhook.autograd.registration import is_inside
 from torch_commhook.elastic import joining
-from torch_commhook.elastic.joining import Pieces, groups_of, load_groups, load_states, states_of
+from torch_commhook.elastic.joining import Pieces, groups_of, load_groups, load_states
 from torch_commhook.elastic.ranks import ElasticRanks
 from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.native.runtime import left_to_python
@@ -332,7 +332,7 @@ class TrainingState:
         return {
             **self._counters(),
             "tensors": {name: tensor.detach() for name, tensor in self._tensors().items()},
-            "objects": states_of(self._objects),
+            "objects": [each.state_dict() for each in self._objects],
         }
 
     def head(self) -> dict[str, Any]:
@@ -346,7 +346,7 @@ class TrainingState:
         """
         return {
             "tensors": dict(self._model.named_buffers()),
-            "objects": states_of(self._others_than_optimizers),
+            "objects": [each.state_dict() for each in self._others_than_optimizers],
             "groups": [groups_of(each) for each in self._optimizers],
             "of_no_parameter": self.pieces().others(),
         }

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import colorsys
 import json
 import sys
 import textwrap
@@ -19,7 +18,15 @@ import torch
 
 from torch_commhook.cli import plan_advice
 from torch_commhook.cli.outputs import OutputError, check_picture
-from torch_commhook.cli.plan_advice import Advice, Layout, Loss, advise, judge_row, own_text
+from torch_commhook.cli.plan_advice import (
+    Advice,
+    Layout,
+    Loss,
+    Row,
+    advise,
+    judge_row,
+    own_text,
+)
 from torch_commhook.cli.plan_advice import Cost as ShardedCost
 from torch_commhook.cli.plan_parser import (
     ModelError,
@@ -33,7 +40,7 @@ from torch_commhook.cli.plan_parser import (
     model_of_size,
     train_transformer,
 )
-from torch_commhook.cli.report import format_bytes
+from torch_commhook.cli.report import format_bytes, line_styles
 from torch_commhook.cli.train_config import (
     DEFAULT_HOOKS,
     DEFAULT_REPLICA_HOOKS,
@@ -53,11 +60,6 @@ from torch_commhook.wording import align_columns, pluralize
 
 #: The rates in bits per second: 10 Mbit/s to 100 Gbit/s, two in each factor of ten.
 RATES = (*(base * 10**power for power in range(7, 11) for base in (1, 3)), 10**11)
-#: Most people with colour blindness can tell the first ones apart.
-_COLORS = (
-    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c564b", "#7f7f7f"),
-    *("#6a3d9a", "#b8860b", "#800000", "#17becf", "#556b2f", "#ff7f9f", "#191970", "#a0a000"),
-)
 _LABEL_CHARACTERS = 90
 
 
@@ -65,16 +67,14 @@ def draw_rates(
     path: Path,
     seconds: Mapping[str, Sequence[float]],
     *,
-    rates: Sequence[float] = RATES,
     asked: float,
     title: str,
 ) -> None:
-    """Write a PNG with a line for each hook, in different colours.
+    """Write a PNG with a line for each hook.
 
     Args:
         path: the path of the picture.
-        seconds: the time of a step with each hook, in seconds, at each rate.
-        rates: the rates of links, in bits per second.
+        seconds: the time of a step with each hook, in seconds, at each of :data:`RATES`.
         asked: the rate of the table. A vertical line marks it.
         title: the title of the picture.
 
@@ -90,12 +90,11 @@ def draw_rates(
     figure = Figure(figsize=(8, 5 + 0.2 * lines), layout="constrained")
     FigureCanvasAgg(figure)  # unlike pyplot, it needs no display
     axes: Any = figure.subplots()
-    colors = line_colors(len(labels))
-    for label, times, color in zip(labels, seconds.values(), colors, strict=True):
-        axes.plot(rates, times, label=label, color=color, marker="o", markersize=3)
+    for label, times, style in zip(labels, seconds.values(), line_styles(), strict=False):
+        axes.plot(RATES, times, label=label, marker="o", markersize=3, **style)
     axes.axvline(asked, color="0.6", linewidth=0.8, label=f"the given rate, {format_rate(asked)}")
     axes.set(xscale="log", yscale="log", xlabel="rate of the link", ylabel="step (s)")
-    tens = [rate for rate in rates if str(round(rate))[0] == "1"]
+    tens = [rate for rate in RATES if str(round(rate))[0] == "1"]
     axes.set_xticks(tens, [format_rate(rate) for rate in tens], minor=False)
     axes.set_xticks([], minor=True)
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -106,16 +105,6 @@ def draw_rates(
     # Below the axes, where it covers no line.
     figure.legend(loc="outside lower left", fontsize="small", frameon=False)
     figure.savefig(path, format="png", dpi=110)
-
-
-def line_colors(count: int) -> list[str]:
-    """Return ``count`` different colours."""
-    found = list(_COLORS[:count])
-    more = count - len(found)
-    for number in range(more):
-        parts = colorsys.hsv_to_rgb(number / more, 0.9, 0.45)
-        found.append("#" + "".join(f"{round(255 * part):02x}" for part in parts))
-    return found
 
 
 # ---- formats the answer of plan: the advice, the question, a table, and warnings -----------------
@@ -174,17 +163,13 @@ class Question:
         source = f" ({self.link_file})" if self.link_file else ""
         measured = ", measured here" if self.is_measured else ""
         threads = pluralize(self.threads, "thread")
+        optimizer = {"adamw": "AdamW", "sgd": "SGD"}[self.optimizer]
         parameters = "parameter" if self.model.elements == 1 else "parameters"
         return (
             f"{format_count(self.model.elements)} {parameters}{name}, {ranks}{spread}, "
             f"{wire} each way{link}{source}, a step of {format_seconds(self.compute_seconds)} "
-            f"without communication{measured}{step}, {self.optimizer_name}, {threads}"
+            f"without communication{measured}{step}, {optimizer}, {threads}"
         )
-
-    @property
-    def optimizer_name(self) -> str:
-        """The name of the optimizer's class in PyTorch."""
-        return {"adamw": "AdamW", "sgd": "SGD"}[self.optimizer]
 
 
 def text_of(advice: Advice, question: str, table: Sequence[str]) -> str:
@@ -212,18 +197,16 @@ def table_of(costs: Sequence[Cost], question: Question) -> list[str]:
     is_far = question.delay_seconds > 0 or on_nodes
     has_connections = on_nodes or question.connections > 1
     header = ["hook", "sent per step", *["out of a node", "messages"] * on_nodes]
-    header += [*["connections"] * has_connections, *["round trips"] * is_far]
-    header += ["wire", "computing", "step", "x plain", "pays"]
+    header += [*["connections"] * has_connections, *["round trips"] * is_far, *_TIMES]
     rows = [
         (
             cost.hook,
             format_bytes(cost.bytes_sent),
-            *[_bytes_or_unknown(cost.node_bytes), f"{cost.messages:.4g}"] * on_nodes,
+            *["?" if cost.node_bytes is None else format_bytes(cost.node_bytes)] * on_nodes,
+            *[f"{cost.messages:.4g}"] * on_nodes,
             *[str(cost.connections)] * has_connections,
             *[f"{cost.round_trips:.3g}"] * is_far,
-            *_times(cost.wire_seconds, cost.compute_seconds, cost.step_seconds),
-            f"{cost.ratio:.2f}",
-            _pays(cost, question.optimizer, is_first=cost is costs[0]),
+            *_times(cost, question.optimizer, is_first=cost is costs[0]),
         )
         for cost in costs
     ]
@@ -234,8 +217,7 @@ def sharded_table_of(costs: Sequence[ShardedCost], layout: Layout, optimizer: st
     """The lines of the table for a sharded model, and notes on the memory of error feedback."""
     has_replicas = layout.replicas is not None
     header = ["hook", "reduce-scatter", "gathers, forward", "backward"]
-    header += ["between replicas"] * has_replicas
-    header += ["wire", "computing", "step", "x plain", "pays"]
+    header += [*["between replicas"] * has_replicas, *_TIMES]
     rows = [
         [
             cost.hook,
@@ -243,9 +225,7 @@ def sharded_table_of(costs: Sequence[ShardedCost], layout: Layout, optimizer: st
             format_bytes(cost.forward_bytes),
             format_bytes(cost.backward_bytes),
             *[format_bytes(cost.reduced_bytes)] * has_replicas,
-            *_times(cost.wire_seconds, cost.compute_seconds, cost.step_seconds),
-            f"{cost.ratio:.2f}",
-            _pays(cost, optimizer, is_first=cost is costs[0]),
+            *_times(cost, optimizer, is_first=cost is costs[0]),
         ]
         for cost in costs
     ]
@@ -265,43 +245,32 @@ def spread_of(layout: Layout) -> str:
 
 
 def _memory_notes(costs: Sequence[ShardedCost], layout: Layout) -> list[str]:
-    """Sentences on the memory of error feedback."""
+    """Sentences on the memory of error feedback, each once."""
     of_all, of_shard = "of all shards", "of the rank's own shard"
+    shards = of_all if layout.replicas is None else of_shard
+    memories = [(own_text(cost.hook), cost.error_bytes, shards) for cost in costs]
+    memories.append(("shard_hook", max(cost.shard_error_bytes for cost in costs), of_all))
     notes = [
-        _memory_note(
-            own_text(cost.hook), cost.error_bytes, of_all if layout.replicas is None else of_shard
-        )
-        for cost in costs
-        if cost.error_bytes
+        f"{hook} keeps {format_bytes(count)} of error memory on each rank, for the gradients {of}"
+        for hook, count, of in memories
+        if count
     ]
-    shard_error = max(cost.shard_error_bytes for cost in costs)
-    if shard_error:
-        notes.append(_memory_note("shard_hook", shard_error, of_all))
     return list(dict.fromkeys(notes))
 
 
-def _memory_note(hook: str, count: float, shards: str) -> str:
-    return (
-        f"{hook} keeps {format_bytes(count)} of error memory on each rank, for the gradients "
-        f"{shards}"
-    )
+#: The last columns of each table.
+_TIMES = ("wire", "computing", "step", "x plain", "pays")
 
 
-def _bytes_or_unknown(count: float | None) -> str:
-    return "?" if count is None else format_bytes(count)
-
-
-def _times(*seconds: float) -> list[str]:
-    return list(map(format_seconds, seconds))
-
-
-def _pays(cost: Cost | ShardedCost, optimizer: str, *, is_first: bool) -> str:
-    """The cell that says whether a hook makes the step shorter, or hurts the loss."""
+def _times(cost: Row, optimizer: str, *, is_first: bool) -> list[str]:
+    """The cells of :data:`_TIMES`. The last one says whether the hook makes the step shorter."""
+    seconds = cost.wire_seconds, cost.compute_seconds, cost.step_seconds
+    pays = "yes" if cost.ratio < _LEAST_RATIO else "no"
     if is_first:
-        return ""
-    if judge_row(cost.hook, optimizer).loss is Loss.HURTS:
-        return "hurts"
-    return "yes" if cost.ratio < _LEAST_RATIO else "no"
+        pays = ""
+    elif judge_row(cost.hook, optimizer).loss is Loss.HURTS:
+        pays = "hurts"
+    return [*map(format_seconds, seconds), f"{cost.ratio:.2f}", pays]
 
 
 # ---- plan: recommends a hook for a link, and predicts the time of a step with each hook ----------
@@ -311,8 +280,6 @@ _PLAIN = "allreduce()"
 #: The fields of a cost that ``--json`` omits: the single collectives of a step.
 _CALLS = ("issued", "agreement", "members", "beside")
 _OPTIONS_OF_DDP = ("delay", "nodes")
-
-_Costs = Sequence[Cost] | Sequence[plan_advice.Cost]
 
 
 class PlanError(ValueError):
@@ -331,11 +298,11 @@ class _Answer:
         costs_at: computes the costs over a link of another rate, in bits per second.
     """
 
-    costs: _Costs
+    costs: Sequence[Row]
     advice: Advice
     question: str
     table: list[str]
-    costs_at: Callable[[float], _Costs]
+    costs_at: Callable[[float], Sequence[Row]]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -483,10 +450,10 @@ def _layout(options: argparse.Namespace, subject: Subject) -> plan_advice.Layout
         ShardedOptionError: options contradict each other.
     """
     world = _world(options)
-    named = ("bucket_cap_mb", "shards", "shard_hook", "weights")
+    named = ("parallel", "bucket_cap_mb", "shards", "shard_hook", "weights")
     given = {name: getattr(options, name) for name in named}
     given = {name: value for name, value in given.items() if value is not None}
-    config = resolve_sharded(TrainConfig(parallel=options.parallel, ranks=world, **given), given)
+    config = resolve_sharded(TrainConfig(ranks=world, **given), given)
     if config.parallel == "ddp":
         if options.nodes is not None and world % options.nodes:
             raise ShardedOptionError(
@@ -565,7 +532,7 @@ def _of_ddp(options: argparse.Namespace, question: Question, hooks: Sequence[str
     costs = costs_at(question.bits_per_second)
     return _Answer(
         costs,
-        _advise(costs, [cost.bytes_sent for cost in costs], question),
+        advise(costs, question.compute_seconds, question.optimizer),
         question.sentence(step=f", buckets of {' and then '.join(f'{cap:g}' for cap in caps)} MiB"),
         table_of(costs, question),
         costs_at,
@@ -595,22 +562,14 @@ def _of_shards(
         )
 
     costs = costs_at(question.bits_per_second)
-    sent = [
-        cost.scattered_bytes + cost.forward_bytes + cost.backward_bytes + cost.reduced_bytes
-        for cost in costs
-    ]
     within = "" if options.inner_link is None else f" ({format_rate(options.inner_link)} within)"
     return _Answer(
         costs,
-        _advise(costs, sent, question),
+        advise(costs, question.compute_seconds, question.optimizer),
         question.sentence(spread=spread_of(layout), link=within),
         sharded_table_of(costs, layout, question.optimizer),
         costs_at,
     )
-
-
-def _advise(costs: _Costs, sent: Sequence[float], question: Question) -> Advice:
-    return advise(costs, sent, question.compute_seconds, question.optimizer)
 
 
 def _draw(options: argparse.Namespace, question: Question, answer: _Answer) -> None:

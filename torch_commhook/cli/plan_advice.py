@@ -6,27 +6,36 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
-from torch_commhook import codecs, hooks
+import torch
+import torch.distributed as dist
+
+from torch_commhook import codecs, hooks, planning
 from torch_commhook.cli.plan_parser import say_seconds
 from torch_commhook.cli.report import format_bytes
 from torch_commhook.cli.train_config import OF_UPDATES, check_hook_fits, check_weights
+from torch_commhook.collectives.futures import driven
+from torch_commhook.collectives.gloo_groups import resolve_group
 from torch_commhook.hooks.expressions import is_file_reference, parse_codec, parse_hook
+from torch_commhook.memory.bucket_memory import BucketMemory, ShardedBucket
+from torch_commhook.memory.sharded_memory import ReplicaMemory, ShardedParameter, UnshardedMemory
+from torch_commhook.metrics import WireMeter, counting
 from torch_commhook.planning.model import (
     MOST_MEASURED,
     HookError,
-    count_bytes,
     counted_elements,
     gradients_of,
     measure_pass,
     measure_seconds,
     median_seconds,
+    record_traffic,
     square_shapes,
     unwrap_hook,
 )
 from torch_commhook.planning.wire import PAYLOAD
-from torch_commhook.wording import one_line
+from torch_commhook.step.attached_hook import Attached
+from torch_commhook.testing import run_ranks
 
 # ---- recommends a hook: the mildest one that is clearly faster than all milder ones --------------
 #
@@ -66,20 +75,8 @@ class Verdict:
     warning: str | None = None
 
 
-class Row(Protocol):
-    """A row of the table."""
-
-    @property
-    def hook(self) -> str:
-        """The hook as text."""
-
-    @property
-    def step_seconds(self) -> float:
-        """The time of a step."""
-
-    @property
-    def wire_seconds(self) -> float:
-        """The time of the bytes on the link."""
+#: A row of the table.
+Row: TypeAlias = "planning.Cost | Cost"
 
 
 # ---- the effect of hooks -------------------------------------------------------------------------
@@ -188,14 +185,11 @@ class Advice:
     warnings: list[str]
 
 
-def advise(
-    rows: Sequence[Row], sent: Sequence[float], compute_seconds: float, optimizer: str
-) -> Advice:
+def advise(rows: Sequence[Row], compute_seconds: float, optimizer: str) -> Advice:
     """Recommend one of some hooks.
 
     Args:
         rows: the hooks, the plain all-reduce first.
-        sent: the bytes that a rank sends in a step, with each hook.
         compute_seconds: the time of a step without communication.
         optimizer: ``adamw`` or ``sgd``.
     """
@@ -209,11 +203,10 @@ def advise(
         gain = _LEAST_GAIN.get(verdicts[row.hook].loss)
         if gain is not None and row.step_seconds * gain <= chosen.step_seconds:
             chosen = row
-    bytes_of = {row.hook: count for row, count in zip(rows, sent, strict=True)}
     if chosen is plain:
         reason = _stay(plain, rows, compute_seconds)
     else:
-        reason = _take(chosen, plain, bytes_of, compute_seconds)
+        reason = _take(chosen, plain, compute_seconds)
     loss = verdicts[chosen.hook].loss
     if loss is Loss.APART:
         reason += " Ranks then take steps apart, which changes the training: compare the loss."
@@ -254,14 +247,14 @@ def _stay(plain: Row, rows: Sequence[Row], compute: float) -> str:
     )
 
 
-def _take(chosen: Row, plain: Row, sent: dict[str, float], compute: float) -> str:
+def _take(chosen: Row, plain: Row, compute: float) -> str:
     saved = plain.step_seconds - chosen.step_seconds
     is_wire = plain.wire_seconds - chosen.wire_seconds >= _MOSTLY * saved
     why = ", since a rank" if is_wire else ". Most of the difference is delays or computing; a rank"
     return (
         f"Take {chosen.hook}: a step of {say_seconds(chosen.step_seconds)} instead of "
         f"{say_seconds(plain.step_seconds)} with a plain all-reduce{why} sends "
-        f"{format_bytes(sent[chosen.hook])} in a step instead of {format_bytes(sent[plain.hook])}: "
+        f"{format_bytes(chosen.bytes_sent)} in a step instead of {format_bytes(plain.bytes_sent)}: "
         f"{say_seconds(chosen.wire_seconds)} on the link instead of "
         f"{say_seconds(plain.wire_seconds)}. Without communication a step takes "
         f"{say_seconds(compute)}."
@@ -335,6 +328,11 @@ class Measured:
     compute_seconds: float
     error_bytes: float
     shard_error_bytes: float
+
+    @property
+    def bytes_sent(self) -> float:
+        """The bytes that each rank sends in all."""
+        return self.scattered_bytes + self.forward_bytes + self.backward_bytes + self.reduced_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -416,17 +414,17 @@ def measure_sharded(
 def _measured(
     label: str, part: _Part, scatters: _Part, gathers: tuple[_Part, _Part], layout: Layout
 ) -> Measured:
-    on_shards = layout.replicas is None
-    others = gathers if on_shards else (*gathers, scatters)
+    """The figures of a hook, from those of the parts of a step; ``part`` is the hook's own."""
+    scatters, reduced = (part, _Part(0.0)) if layout.replicas is None else (scatters, part)
     return Measured(
         hook=label,
-        scattered_bytes=part.sent if on_shards else scatters.sent,
+        scattered_bytes=scatters.sent,
         forward_bytes=gathers[0].sent,
         backward_bytes=gathers[1].sent,
-        reduced_bytes=0.0 if on_shards else part.sent,
-        compute_seconds=part.seconds + sum(each.seconds for each in others),
+        reduced_bytes=reduced.sent,
+        compute_seconds=sum(each.seconds for each in (scatters, reduced, *gathers)),
         error_bytes=part.error,
-        shard_error_bytes=0.0 if on_shards else scatters.error,
+        shard_error_bytes=0.0 if part is scatters else scatters.error,
     )
 
 
@@ -473,22 +471,16 @@ def plan_sharded(
 def _tried(part: Callable[[Any, Layout], _Part], text: str, layout: Layout) -> _Part:
     """Measure a part with a hook, as the mean over many steps."""
     try:
-        hook = unwrap_hook(_parsed(text))
+        parsed = parse_hook(text)
+        # Without a hook, fully_shard averages as allreduce() does.
+        hook = unwrap_hook(hooks.allreduce() if parsed is None else parsed)
         found = part(hook.hook, layout)
         elements = layout.shard_elements
         passes = sum(measure_pass(each, elements, elements) for each in hook.around)
         return _Part(found.sent / hook.every, (found.seconds + passes) / hook.every, found.error)
     except Exception as error:  # a user's hook may raise anything
-        reason = one_line(error)
-        if "attach(model, hook)" in reason:
-            reason = "it needs more of the model than its size"
-        raise HookError(f"the hook {text!r} can't be planned: {reason}") from error
-
-
-def _parsed(text: str) -> Any:
-    """Parse a hook; ``none`` gives ``allreduce()``: plain ``fully_shard`` averages alike."""
-    hook = parse_hook(text)
-    return hooks.allreduce() if hook is None else hook
+        unknown = "it needs more of the model than its size"
+        raise HookError.of(text, error, unknown) from error
 
 
 def _gathers(weights: str | None, layout: Layout) -> tuple[_Part, _Part]:
@@ -507,8 +499,6 @@ def _gathers(weights: str | None, layout: Layout) -> tuple[_Part, _Part]:
 
 def _codec_seconds(codec: Any, layout: Layout) -> float:
     """The seconds to encode a shard and to decode all shards."""
-    import torch
-
     own = max(1, min(layout.elements, MOST_MEASURED) // layout.shards)
     counts = [own] * layout.shards
     shard = torch.randn(own, dtype=torch.float32, device="cpu")
@@ -527,81 +517,65 @@ def _codec_seconds(codec: Any, layout: Layout) -> float:
 
 def _scatter(hook: Any, layout: Layout) -> _Part:
     """Measure the reduce-scatters with a hook."""
-    from torch_commhook.testing import run_ranks
-
     ranks = layout.shards
+    if ranks == 1:  # fully_shard then calls no reduce-scatter
+        return _Part(0.0)
     counted = -(-counted_elements(layout.elements, ranks) // ranks)
-    share = layout.elements / (counted * ranks)
     measured = min(layout.elements, MOST_MEASURED)
 
     def count(rank: int) -> tuple[float, float]:
-        return _Scatter(hook, [counted] * ranks, rank).sent()
+        average, memory = _scattering(hook, counted, ranks, rank)
+        meter = WireMeter()
+        with counting(meter):
+            average()
+        return meter.bytes_sent, _error_bytes(memory)
 
     def measure(rank: int) -> float:
-        return median_seconds(_Scatter(hook, [measured], rank).average)
+        return median_seconds(_scattering(hook, measured, 1, rank)[0])
 
-    if ranks == 1:  # fully_shard then calls no reduce-scatter
-        return _Part(0.0)
     sent, error = run_ranks(count, ranks, timeout=600)[0]
     seconds = run_ranks(measure, 1, timeout=600)[0] * layout.elements / measured
+    share = layout.elements / (counted * ranks)
     return _Part(sent * share, seconds, error * share)
 
 
-class _Scatter:
-    """One rank's reduce-scatter of the gradient of one parameter.
+def _scattering(
+    hook: Any, elements: int, ranks: int, rank: int
+) -> tuple[Callable[[], None], BucketMemory | None]:
+    """A rank's reduce-scatter of the gradient of one parameter, as a function for each step.
 
     Args:
         hook: the hook that averages the gradient.
-        counts: the number of elements of each rank's chunk, the same for all ranks.
+        elements: the number of elements of each rank's shard.
+        ranks: the number of ranks.
         rank: the rank in the default process group.
+
+    Returns:
+        The function, and the hook's memory.
     """
+    size, cpu = torch.Size([elements * ranks]), torch.device("cpu")
+    form = ShardedParameter("p", size, 0, ranks, torch.float32, cpu)
+    memories = UnshardedMemory()
+    memories.set_sharded([form], rank=rank)
+    attached = Attached.checked(copy.deepcopy(hook), None, memories)
+    stand_ins = memories.shards_of(["p"])
+    memory = attached.memory_of(stand_ins, 0)
+    gradients = torch.randn(size, dtype=torch.float32, device=cpu)
+    shard = torch.empty(elements, dtype=torch.float32, device=cpu)
 
-    def __init__(self, hook: Any, counts: list[int], rank: int) -> None:
-        import torch
-
-        from torch_commhook.memory.sharded_memory import ShardedParameter, UnshardedMemory
-        from torch_commhook.step.attached_hook import Attached
-
-        ranks, numel = len(counts), sum(counts)
-        cpu = torch.device("cpu")
-        form = ShardedParameter("p", torch.Size([numel]), 0, ranks, torch.float32, cpu)
-        memory = UnshardedMemory()
-        memory.set_sharded([form], rank=rank)
-        attached = Attached.checked(copy.deepcopy(hook), None, memory)
-        self._hook = attached.hook
-        self._ranks = ranks
-        self._stand_ins = memory.shards_of(["p"])
-        self._memory = attached.memory_of(self._stand_ins, 0)
-        self._gradients = torch.randn(numel, dtype=torch.float32, device=cpu)
-        self._shard = torch.empty(counts[rank], dtype=torch.float32, device=cpu)
-
-    def average(self) -> None:
-        """Do one step."""
-        import torch.distributed as dist
-
-        from torch_commhook.collectives.futures import driven
-        from torch_commhook.collectives.gloo_groups import resolve_group
-        from torch_commhook.memory.bucket_memory import ShardedBucket
-
+    def average() -> None:
         bucket = ShardedBucket(
-            self._stand_ins,
-            memory=self._memory,
-            shard=self._shard,
-            scale=1.0 / self._ranks,
+            stand_ins,
+            memory=memory,
+            shard=shard,
+            scale=1.0 / ranks,
             op=dist.ReduceOp.AVG,
-            buffer=self._gradients,
+            buffer=gradients,
             process_group=resolve_group(),
         )
-        driven(self._hook.average_shard(bucket)).wait()
+        driven(attached.hook.average_shard(bucket)).wait()
 
-    def sent(self) -> tuple[float, float]:
-        """The bytes that a step sends, and the bytes of the error memory."""
-        from torch_commhook.metrics import WireMeter, counting
-
-        meter = WireMeter()
-        with counting(meter):
-            self.average()
-        return meter.bytes_sent, _error_bytes(self._memory)
+    return average, memory
 
 
 def _reduce(hook: Any, layout: Layout) -> _Part:
@@ -610,29 +584,21 @@ def _reduce(hook: Any, layout: Layout) -> _Part:
     elements = layout.shard_elements
     if layout.replicas == 1:
         return _Part(0.0)
-    sent = count_bytes(hook, elements, layout.replicas, layout.shards)
+    sent, _ = record_traffic(hook, elements, layout.replicas, layout.shards)
     measured = min(elements, MOST_MEASURED)
     shapes = square_shapes(measured, elements * layout.shards, layout.shards)
     seconds = measure_seconds(hook, elements, shapes)
-    return _Part(sent, seconds, _replica_error_bytes(hook, layout))
-
-
-def _replica_error_bytes(hook: Any, layout: Layout) -> float:
-    from torch_commhook.memory.sharded_memory import ReplicaMemory
-    from torch_commhook.step.attached_hook import Attached
-
-    assert layout.replicas is not None
-    elements = layout.shard_elements
     counted = counted_elements(elements, layout.replicas)
     shards = gradients_of(counted, layout.elements, layout.shards)
-    memory = ReplicaMemory()
+    memories = ReplicaMemory()
     named = [(f"p{number}", shard) for number, shard in enumerate(shards)]
-    memory.set_parameters(named, rank=0, world_size=layout.replicas)
-    attached = Attached.checked(copy.deepcopy(hook), None, memory)
-    return _error_bytes(attached.memory_of(shards, 0)) * elements / counted
+    memories.set_parameters(named, rank=0, world_size=layout.replicas)
+    attached = Attached.checked(copy.deepcopy(hook), None, memories)
+    error = _error_bytes(attached.memory_of(shards, 0)) * elements / counted
+    return _Part(sent, seconds, error)
 
 
-def _error_bytes(memory: Any) -> float:
+def _error_bytes(memory: BucketMemory | None) -> float:
     """The bytes of error memory in a bucket's memory."""
     if memory is None:
         return 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import json
 import os
@@ -11,7 +10,9 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
+from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
@@ -23,12 +24,13 @@ from torch_commhook.cli.option_types import (
     MOST_THREADS,
     at_most,
     number_of,
+    option_of,
     path,
     positive_int,
     type_of,
 )
 from torch_commhook.cli.text_model import ByteTransformer
-from torch_commhook.cli.train_config import MOST_RANKS, PARALLEL, TrainConfig, is_no_hook
+from torch_commhook.cli.train_config import MOST_RANKS, TrainConfig, is_no_hook
 from torch_commhook.planning import BUCKET_CAPS_MB, LinkFile, Model, Parameter
 from torch_commhook.planning.model import OPTIMIZERS, measure_step
 from torch_commhook.wording import one_line
@@ -194,11 +196,7 @@ def model_of_factory(text: str, inputs: Sequence[Callable[[], Tensor]] | None) -
     Raises:
         ModelError: there is no such function, it fails, or it returns no module with parameters.
     """
-    factory = _load_factory(text)
-
-    def make() -> Any:
-        return factory()
-
+    make = _load_factory(text)
     try:
         with torch.device("meta"):
             module = make()
@@ -215,7 +213,7 @@ def model_of_factory(text: str, inputs: Sequence[Callable[[], Tensor]] | None) -
         raise ModelError(f"{text}: {error}") from error
     if inputs is not None:
         return Subject(model, text, make, lambda: [each() for each in inputs])
-    example = getattr(factory, EXAMPLE_INPUTS, None)
+    example = getattr(make, EXAMPLE_INPUTS, None)
     return Subject(model, text, make, None if example is None else lambda: _listed(example))
 
 
@@ -228,12 +226,14 @@ def _load_factory(text: str) -> Callable[[], Any]:
     place, separator, name = text.rpartition(":")
     if not separator or not place or not name:
         raise ModelError(f"{text!r} must be MODULE:FACTORY or FILE.py:FACTORY")
+    is_file = place.endswith(".py")
+    if is_file and not Path(place).is_file():
+        raise ModelError(f"there is no file {place}")
+    folder = os.getcwd()
+    if not is_file and folder not in sys.path:  # unlike `python -m`
+        sys.path.insert(0, folder)
     try:
-        found: Any = _load_module(place)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except ModelError:
-        raise
+        found = attrgetter(name)(_run_file(Path(place))) if is_file else resolve_name(text)
     except Exception as error:  # a user's module may raise anything
         raise ModelError(f"{text} can't be loaded: {one_line(error)}") from error
     if not callable(found):
@@ -242,19 +242,10 @@ def _load_factory(text: str) -> Callable[[], Any]:
     return factory
 
 
-def _load_module(place: str) -> ModuleType:
-    if not place.endswith(".py"):
-        folder = os.getcwd()
-        if folder not in sys.path:  # the command `commhook` lacks it, unlike `python -m`
-            sys.path.insert(0, folder)
-        return importlib.import_module(place)
-    path = Path(place)
-    if not path.is_file():
-        raise ModelError(f"there is no file {place}")
+def _run_file(path: Path) -> ModuleType:
     name = f"_commhook_model_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ModelError(f"{place} can't be imported as Python")
+    assert spec is not None and spec.loader is not None  # its name ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look up a class's module by name
     spec.loader.exec_module(module)
@@ -460,16 +451,6 @@ def build_parser() -> argparse.ArgumentParser:
         ),
     )
     parser.add_argument(
-        "--bucket-cap-mb",
-        type=number_of("MiB", 1e-3, 1e5),
-        nargs="+",
-        metavar="MIB",
-        help=(
-            "with ddp: sizes of the buckets, in the order in which the backward fills them; the "
-            f"last size is for all later buckets ({' '.join(f'{cap:g}' for cap in BUCKET_CAPS_MB)})"
-        ),
-    )
-    parser.add_argument(
         "--threads",
         type=at_most(MOST_THREADS, positive_int),
         default=1,
@@ -534,30 +515,21 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_sharded_options(parser: argparse.ArgumentParser) -> None:
+    for name in ("parallel", "shards", "shard_hook", "weights"):
+        field = TrainConfig.__dataclass_fields__[name]
+        settings = dict(field.metadata["option"])
+        if name in ("shard_hook", "weights"):
+            settings["type"] = _unless_none
+        parser.add_argument(option_of(name), default=field.default, **settings)
     parser.add_argument(
-        "--parallel",
-        choices=PARALLEL,
-        default="ddp",
+        "--bucket-cap-mb",
+        type=number_of("MiB", 1e-3, 1e5),
+        nargs="+",
+        metavar="MIB",
         help=(
-            "ddp: each rank has the model; fsdp: fully_shard over all ranks, and hooks take part "
-            "in its reduce-scatters; hsdp: sharded replicas, and hooks average across replicas "
-            "(ddp)"
+            "with ddp: sizes of the buckets, in the order in which the backward fills them; the "
+            f"last size is for all later buckets ({' '.join(f'{cap:g}' for cap in BUCKET_CAPS_MB)})"
         ),
-    )
-    parser.add_argument(
-        "--shards", type=_ranks, help="with hsdp: ranks of a replica (half of the ranks)"
-    )
-    parser.add_argument(
-        "--shard-hook",
-        type=_unless_none,
-        metavar="HOOK",
-        help="with hsdp: hook for the reduce-scatters within a replica",
-    )
-    parser.add_argument(
-        "--weights",
-        type=_unless_none,
-        metavar="CODEC",
-        help="with fsdp and hsdp: codec such as blockwise() for the all-gathers of parameters",
     )
     parser.add_argument(
         "--reshard-after-forward",

@@ -8,7 +8,7 @@ import os
 import sys
 import textwrap
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import accumulate, cycle
@@ -392,7 +392,7 @@ def format_final_loss(result: RunResult) -> str:
 # ---- draws the loss of runs by step, by bytes sent and by time -----------------------------------
 
 
-#: The colours of runs with hooks. Most people with colour blindness can tell them apart.
+#: The colours of lines. Most people with colour blindness can tell them apart.
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c564b", "#6a3d9a")
 _DASHES = ("-", "--", "-.", ":")
 #: The colour of the run without a hook. Its curve lies below the others.
@@ -468,9 +468,14 @@ def loss_figure(results: Sequence[RunResult], title: str) -> Figure:
     return figure
 
 
+def line_styles() -> Iterator[dict[str, Any]]:
+    """Different styles of lines without end: the colours, then dashed colours."""
+    return ({"color": color, "linestyle": dash} for dash in cycle(_DASHES) for color in _COLORS)
+
+
 def _styles(results: Sequence[RunResult]) -> list[dict[str, Any]]:
-    """The style of each curve: a colour for each hook, then dashed colours; grey for no hook."""
-    kinds = ({"color": color, "linestyle": dash} for dash in cycle(_DASHES) for color in _COLORS)
+    """The style of each curve: that of the hook; grey for no hook."""
+    kinds = line_styles()
     plain = {"color": _GREY, "linestyle": "-", "linewidth": 3.0, "zorder": 1.5}
     return [
         plain if is_no_hook(result.hook) else {**next(kinds), "linewidth": 1.5, "zorder": 2.0}

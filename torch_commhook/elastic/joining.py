@@ -14,7 +14,8 @@ import threading
 import time
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
@@ -87,12 +88,11 @@ class Pieces:
         while at < self.numel and (nbytes > 0 or not parts):
             index = bisect_right(self._starts, at) - 1
             parameter, begin = self._parameters[index], at - self._starts[index]
-            end = _length(parameter)
+            end, of_element = _length(parameter), self._bytes_of_element(parameter)
             if parameter.is_contiguous():
-                of_element = max(1, self._bytes_of_element(parameter))
                 end = min(end, begin + max(1, nbytes // of_element))
             parts.append(self._copied(index, begin, end))
-            nbytes -= sum(_bytes_of(parts[-1]))
+            nbytes -= (end - begin) * of_element
             at = self._starts[index] + end
         return parts, at
 
@@ -141,23 +141,17 @@ class Pieces:
 
         Different bits give different numbers, except with a chance of 1 in billions.
         """
-        return [self._sum(parameter) for parameter in self._parameters]
+        return [_sum_of([each, *self._states_of(each)]) for each in self._parameters]
 
-    def _sum(self, parameter: Tensor) -> int:
-        total = sum_of_bits(parameter)
-        for place, optimizer in enumerate(self._optimizers, 2):
-            total += place * _sum_of(optimizer.state.get(parameter, {}))
-        return total
+    def _states_of(self, parameter: Tensor) -> list[dict[str, Any]]:
+        """Each optimizer's state of a parameter, by name; empty if it has none."""
+        return [optimizer.state.get(parameter, {}) for optimizer in self._optimizers]
 
     def _bytes_of_element(self, parameter: Tensor) -> int:
-        states = (optimizer.state.get(parameter, {}) for optimizer in self._optimizers)
-        sizes: list[int] = [
-            value.element_size()
-            for state in states
-            for value in state.values()
-            if _goes_along(value, parameter)
-        ]
-        return parameter.element_size() + sum(sizes)
+        """The bytes of an element of a parameter, with its optimizer state."""
+        values = [value for state in self._states_of(parameter) for value in state.values()]
+        along = [value for value in values if _goes_along(value, parameter)]
+        return sum(each.element_size() for each in (parameter, *along))
 
     def _copied(self, index: int, begin: int, end: int) -> Part:
         parameter = self._parameters[index]
@@ -230,14 +224,6 @@ def _sum_of(value: Any) -> int:
     return zlib.crc32(repr(value).encode())
 
 
-def _bytes_of(part: Part) -> Iterator[int]:
-    _, _, elements, states = part
-    yield elements.nbytes
-    for state in states:
-        for value, _ in (state or {}).values():
-            yield value.nbytes if isinstance(value, Tensor) else 8
-
-
 # ---- messages of bytes and numbers, and the state of optimizers ----------------------------------
 
 
@@ -298,52 +284,12 @@ def receive_number(group: dist.ProcessGroup, rank: int) -> int:
     return int(number)
 
 
-def send_numbers(numbers: Sequence[int], group: dist.ProcessGroup, rank: int) -> None:
-    """Send ints to a rank of a group.
-
-    Raises:
-        RuntimeError: the connection was closed.
-    """
-    send_number(len(numbers), group, rank)
-    if numbers:
-        _send(torch.tensor(numbers, dtype=torch.int64, device="cpu"), group, rank)
-
-
-def receive_numbers(group: dist.ProcessGroup, rank: int, most: int) -> list[int]:
-    """Receive the numbers that a rank of a group sends by :func:`send_numbers`.
-
-    Args:
-        group: the group.
-        rank: the sender's place in it.
-        most: the largest number of numbers.
-
-    Raises:
-        RuntimeError: the connection was closed.
-        ValueError: the rank announces more numbers.
-    """
-    length = receive_number(group, rank)
-    if not 0 <= length <= most:
-        raise ValueError(
-            f"torch_commhook: rank {rank} of the group must send from 0 to {most} numbers, "
-            f"got {length}"
-        )
-    numbers = torch.zeros(length, dtype=torch.int64, device="cpu")
-    if length:
-        _receive(numbers, group, rank)
-    return numbers.tolist()
-
-
 def _send(message: Tensor, group: dist.ProcessGroup, rank: int) -> None:
     group.send([message], rank, _TAG).wait()
 
 
 def _receive(message: Tensor, group: dist.ProcessGroup, rank: int) -> None:
     group.recv([message], rank, _TAG).wait()
-
-
-def states_of(objects: Sequence[Any]) -> list[Any]:
-    """Return the state of each object."""
-    return [each.state_dict() for each in objects]
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -370,7 +316,7 @@ def load_groups(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any
 
 
 def load_states(objects: Sequence[Any], states: Sequence[Any]) -> None:
-    """Load the states that :func:`states_of` returned.
+    """Load the states that another rank's objects have returned.
 
     Raises:
         ValueError: the ranks have different numbers of objects.
@@ -409,17 +355,17 @@ class InBackground(Generic[_T]):
     """
 
     def __init__(self, call: Callable[[], _T]) -> None:
-        self._call = call
-        self._found: list[_T] = []
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="commhook-state", daemon=True)
-        self._thread.start()
+        self._future: Future[_T] = Future()
 
-    def _run(self) -> None:
-        try:
-            self._found.append(self._call())
-        except Exception as error:
-            self._error = error
+        def run() -> None:
+            try:
+                self._future.set_result(call())
+            except Exception as error:
+                self._future.set_exception(error)
+
+        # Not of a pool, whose threads Python waits for at its end.
+        self._thread = threading.Thread(target=run, name="commhook-state", daemon=True)
+        self._thread.start()
 
     def result(self) -> _T:
         """Wait until the function returns, and return its result.
@@ -428,10 +374,7 @@ class InBackground(Generic[_T]):
             Exception: as the function has raised it.
         """
         self._thread.join()
-        if self._error is not None:
-            raise self._error
-        (found,) = self._found
-        return found
+        return self._future.result()
 
 
 class Donor:
@@ -501,14 +444,14 @@ class Donor:
             send(packed(sums), self._group, self._place)
             send(rest, self._group, self._place)
             try:
-                wanted = receive_numbers(self._group, self._place, len(sums))
-                if not set(wanted) <= set(range(len(sums))):
-                    raise ValueError(f"torch_commhook: it asks for parameters {wanted}")
+                differs = receive(self._group, self._place, len(sums))  # a byte for each sum
+                if differs.numel() != len(sums):
+                    raise ValueError(f"torch_commhook: it compares {differs.numel()} parameters")
             except ValueError as error:  # its own fault: this rank continues
                 _log.warning("a new rank does not get the last part of its state: %s", error)
                 return
-            if wanted:
-                parts = self._pieces.whole(wanted)
+            if differs.any():
+                parts = self._pieces.whole(differs.nonzero().flatten().tolist())
                 send(packed(parts), self._group, self._place)
 
         self._sends = InBackground(send_rest)
@@ -590,9 +533,9 @@ class NewRank:
         own = self._pieces.nbytes
         sums = unpacked(receive(group, donor, own))
         load(unpacked(receive(group, donor, own)))
-        pairs = enumerate(zip(sums, self._pieces.sums(), strict=True))
-        wanted = [index for index, (theirs, mine) in pairs if theirs != mine]
-        send_numbers(wanted, group, donor)
-        if wanted:
+        pairs = zip(sums, self._pieces.sums(), strict=True)
+        wanted = [theirs != mine for theirs, mine in pairs]
+        send(torch.tensor(wanted, dtype=torch.uint8, device="cpu"), group, donor)
+        if any(wanted):
             self._pieces.put(unpacked(receive(group, donor, own)))
-        return len(wanted)
+        return sum(wanted)

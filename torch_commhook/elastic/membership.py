@@ -15,11 +15,10 @@ import logging
 import os
 import re
 import time
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch_commhook import _C
 from torch_commhook.collectives.wire import keep_for_good
@@ -156,20 +155,13 @@ class _Here:
     lost: Lost
 
 
-class SignsOfLife(Protocol):
-    """Knows which processes are alive."""
-
-    def silent(self, ranks: Collection[int]) -> set[int]:
-        """The given ranks that have shown no sign of life for too long."""
-
-
 class Membership:
     """This process's part in a training whose ranks come and go.
 
     Args:
         store: a store of ``torch.distributed`` that all ranks reach, for this training only. It
             must have ``append``.
-        signs: the other ranks' signs of life.
+        silent: returns those of the given ranks that have shown no sign of life for too long.
         min_ranks: the smallest number of ranks that continues.
         first_ranks: the number of ranks that begins; None for those that arrive within ``grace`` of
             each other.
@@ -188,7 +180,7 @@ class Membership:
     def __init__(
         self,
         store: Any,
-        signs: SignsOfLife,
+        silent: Callable[[Collection[int]], set[int]],
         *,
         min_ranks: int,
         grace: float,
@@ -198,7 +190,7 @@ class Membership:
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self._store = store
-        self._signs = signs
+        self._silent = silent
         self._min_ranks = min_ranks
         self._first_ranks = first_ranks
         self._grace = grace
@@ -244,7 +236,9 @@ class Membership:
             waited = self._now() - seen_at
             if is_heard and self._may_begin(view, wanting, waited):
                 if waited >= wanting.index(self.own) * _TURN:
-                    self._begin(view, wanting, entries, wanted)
+                    number = 1 if view is None else view.number + 1
+                    new = tuple(wanting[1:])  # all ranks take the parameters of the first one
+                    self._propose(view, View(number, tuple(wanting), new, 0, entries, wanted))
             elif self._now() - begun > timeout:
                 raise TooFewRanksError(
                     f"torch_commhook: rank {self.own} has waited for {timeout:g} s to join; "
@@ -265,23 +259,17 @@ class Membership:
         """Whether the ranks that want to take part should begin, because nobody trains."""
         if len(wanting) < self._min_ranks:
             return False
-        if view is not None and self._signs.silent(view.members) != set(view.members):
+        if view is not None and self._silent(view.members) != set(view.members):
             return False  # the members will admit this rank
         if view is None and self._first_ranks is not None:
             return len(wanting) >= self._first_ranks or waited >= self._grace
         return waited >= self._grace
 
-    def _begin(self, view: View | None, wanting: list[int], entries: int, wanted: int) -> None:
-        number = 1 if view is None else view.number + 1
-        # All ranks take the parameters of the first one.
-        self._propose(view, View(number, tuple(wanting), tuple(wanting[1:]), 0, entries, wanted))
-
-    def wanting(self) -> list[int]:
-        """The ranks that want to take part and do not, in order of their numbers."""
-        return self._asking(self.current())[0]
-
     def _asking(self, view: View | None) -> tuple[list[int], int, int]:
-        """As :meth:`wanting` after a view, with the length of the list and number of requests."""
+        """The ranks that want to take part after a view, in order of their numbers.
+
+        Also the length of the list of entries, and the number of requests.
+        """
         wanted = self._count("wanted", 0)  # first: the entries of all these are in the list
         entries = self._entries("wanting", _number)
         known = set() if view is None else set(view.members)
@@ -290,7 +278,7 @@ class Membership:
         if new:  # else a stray number would become a member
             last = self._count("ranks", 0)
             new = {each for each in new if 0 < each <= last}
-        silent = self._signs.silent([each for each in new if each != self.own])
+        silent = self._silent([each for each in new if each != self.own])
         return sorted(new - known - silent), len(entries), wanted
 
     def has_ended(self, first: int) -> bool:
@@ -302,7 +290,7 @@ class Membership:
         view = self.current()
         ranks = {first, *self._asking(view)[0], *(() if view is None else view.members)}
         left = {own for own, _ in self._leaving()}
-        return self._signs.silent(ranks - left) == ranks - left
+        return self._silent(ranks - left) == ranks - left
 
     # ---- leaving ---------------------------------------------------------------------------------
 
@@ -315,11 +303,8 @@ class Membership:
         """
         self._store.append("left", f"{self.own}:{steps} ")
 
-    def _left(self, view: View) -> dict[int, int]:
-        """The members that have announced that they leave, with the steps of each."""
-        return {own: steps for own, steps in self._leaving() if own in view.members}
-
     def _leaving(self) -> list[tuple[int, int]]:
+        """The ranks that have announced that they leave, with the steps of each."""
         return [each for each in self._entries("left", _own_and_steps) if each is not None]
 
     # ---- changing --------------------------------------------------------------------------------
@@ -402,11 +387,11 @@ class Membership:
             is_late: whether the time of the missing members is over.
             lets_in: whether new members may take part.
         """
-        left_before = self._left(view)
+        left_before = {own: steps for own, steps in self._leaving() if own in view.members}
         stay = here.keys() - left_before
         here = {rank: here[rank] for rank in view.members if rank in stay}
         missing = set(view.members) - here.keys()
-        lost = Lost(frozenset(left_before), frozenset(self._signs.silent(missing)))
+        lost = Lost(frozenset(left_before), frozenset(self._silent(missing)))
         for each in here.values():
             lost = lost.with_those_of(each.lost)
         if not is_late and not missing <= lost.all:
@@ -575,16 +560,6 @@ def _without_conflicts(lost: Mapping[int, Collection[int]]) -> set[int]:
 #: The number of signs in the time after which a rank counts as lost.
 _SIGNS = 5
 
-_running: weakref.WeakSet[_C.SignsOfLife] = weakref.WeakSet()
-
-
-def _keep_in_child() -> None:
-    for each in _running:
-        keep_for_good(each)
-
-
-os.register_at_fork(after_in_child=_keep_in_child)
-
 
 class StoreSigns:
     """This process's signs of life, and those of others.
@@ -603,9 +578,14 @@ class StoreSigns:
         self._own = own
         self._silent_after = silent_after
         self._signs = _C.SignsOfLife(store.clone(), _key(own), silent_after / _SIGNS)
-        _running.add(self._signs)
+        self._process = os.getpid()
         self._watched: set[int] = set()
         self.watch(())
+
+    def __del__(self, own_process: Callable[[], int] = os.getpid) -> None:
+        # An argument, since modules may be gone before this object is.
+        if own_process() != self._process:  # a forked process has no thread that could be joined
+            keep_for_good(self._signs)
 
     def watch(self, ranks: Collection[int]) -> None:
         """Watch these processes, and no others."""
@@ -633,10 +613,6 @@ class StoreSigns:
 
     def _number(self, key: str) -> int:
         return self._signs.signs().get(key, (0, 0.0))[0]
-
-    def seconds_without_store(self) -> float:
-        """Seconds since the store's last answer."""
-        return self._signs.seconds_without_store()
 
     def stop(self) -> None:
         """Send no more signs, and remove the last one from the store."""

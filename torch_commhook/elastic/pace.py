@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,11 +11,6 @@ import torch
 from torch import Tensor
 
 _log = logging.getLogger("torch_commhook.elastic")
-
-#: A time is sent as its logarithm in 16 bits: this many steps for a factor of two, from _LEAST on.
-_PER_OCTAVE = 1024
-_LEAST = 1e-7
-_MOST_CODE = (1 << 16) - 1
 
 
 class Pace:
@@ -109,18 +103,8 @@ class Pace:
                 del table[rank]
 
 
-def coded_seconds(seconds: float | None) -> tuple[int, int]:
-    """Two bytes for a time; zeros for None. :func:`seconds_of` is accurate to 0.04 %."""
-    if seconds is None:
-        return 0, 0
-    code = 1 + round(math.log2(max(seconds, _LEAST) / _LEAST) * _PER_OCTAVE)
-    return divmod(min(code, _MOST_CODE), 256)
-
-
-def seconds_of(high: int, low: int) -> float | None:
-    """The time of the bytes of :func:`coded_seconds`, or None."""
-    code = 256 * high + low
-    return None if code == 0 else _LEAST * 2.0 ** ((code - 1) / _PER_OCTAVE)
+#: The bytes of a member that compares times: its time in float32, and whether it is to be left out.
+_COMPARED_BYTES = 5
 
 
 class Note:
@@ -144,7 +128,7 @@ class Note:
         self._size = size
         self._compares = compares
         self._joins = joins
-        length = 1 + size * (3 * compares + joins)
+        length = 1 + size * (_COMPARED_BYTES * compares + joins)
         self.values = (
             torch.zeros(length, dtype=torch.uint8, device="cpu") if values is None else values
         )
@@ -160,25 +144,23 @@ class Note:
 
     def write_time(self, place: int, seconds: float | None) -> None:
         """Write the computing time of the member at a place."""
-        self._rows()[:2, place] = torch.tensor(
-            coded_seconds(seconds), dtype=torch.uint8, device="cpu"
-        )
+        time = torch.tensor([seconds or 0.0], dtype=torch.float32, device="cpu")
+        self._rows()[place, :4] = time.view(torch.uint8)
 
     def times(self) -> dict[int, float]:
         """The measured times, by place."""
         if not self._compares:
             return {}
-        high, low, _ = self._rows().tolist()
-        found = {place: seconds_of(*code) for place, code in enumerate(zip(high, low, strict=True))}
-        return {place: each for place, each in found.items() if each is not None}
+        found = self._rows()[:, :4].contiguous().view(torch.float32).flatten().tolist()
+        return {place: each for place, each in enumerate(found) if each}
 
     def leave_out(self, place: int) -> None:
         """Write that the member at a place is to be left out."""
-        self._rows()[2, place] = 1
+        self._rows()[place, 4] = 1
 
     def left_out(self) -> list[int]:
         """The places of the members that are to be left out."""
-        return self._rows()[2].nonzero().flatten().tolist() if self._compares else []
+        return self._rows()[:, 4].nonzero().flatten().tolist() if self._compares else []
 
     def write_has_all(self, place: int) -> None:
         """Write that the member at a place has received all pieces."""
@@ -189,4 +171,4 @@ class Note:
         return self.values[-self._size :].nonzero().flatten().tolist() if self._joins else []
 
     def _rows(self) -> Tensor:
-        return self.values[1 : 1 + 3 * self._size].view(3, self._size)
+        return self.values[1 : 1 + _COMPARED_BYTES * self._size].view(self._size, _COMPARED_BYTES)

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import torch.distributed as dist
@@ -119,6 +120,17 @@ def own_address(store: dist.Store) -> str:
 # ---- settings of a training that continues when ranks are lost -----------------------------------
 
 
+#: The types of settings, and their name in errors.
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    **dict.fromkeys(("min_ranks", "straggler_steps"), ((int,), "an int")),
+    "ranks": ((int, NoneType), "an int"),
+    **dict.fromkeys(("grace", "timeout"), ((int, float), "a number of s")),
+    "straggler": ((int, float, NoneType), "a number or None"),
+    "leave_out_stragglers": ((bool,), "a bool"),
+    "store": ((str, dist.Store, NoneType), "'host:port', a store of torch.distributed or None"),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Elastic:
     """Settings for :func:`attach`: training continues when ranks are lost, and admits new ranks.
@@ -171,34 +183,28 @@ class Elastic:
     leave_out_stragglers: bool = False
 
     def __post_init__(self) -> None:
+        for name, (kinds, what) in _KINDS.items():
+            value = getattr(self, name)
+            is_wrong_bool = isinstance(value, bool) and bool not in kinds
+            if is_wrong_bool or not isinstance(value, kinds):
+                raise TypeError(f"Elastic: {name} must be {what}, got {_C.type_name(value)}")
+
+        def check(name: str, is_right: bool, what: str) -> None:
+            if not is_right:
+                raise ValueError(f"Elastic: {name} must be {what}, got {getattr(self, name)!r}")
+
         for name in ("min_ranks", "ranks", "straggler_steps"):
             value = getattr(self, name)
-            if name == "ranks" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"Elastic: {name} must be an int, got {_C.type_name(value)}")
-            if value < 1:
-                raise ValueError(f"Elastic: {name} must be at least 1, got {value}")
-        if self.ranks is not None and self.ranks < self.min_ranks:
-            raise ValueError(
-                f"Elastic: ranks must be at least min_ranks, {self.min_ranks}, got {self.ranks}"
-            )
+            check(name, value is None or value >= 1, "at least 1")
+        least, ranks, factor = self.min_ranks, self.ranks, self.straggler
+        check("ranks", ranks is None or ranks >= least, f"at least min_ranks, {least}")
         for name in ("grace", "timeout"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"Elastic: {name} must be a number of s, got {_C.type_name(value)}")
-            if not 0 < value <= 1e6:
-                raise ValueError(f"Elastic: {name} must be a positive number of s, got {value}")
-        self._check_straggler()
-        if not isinstance(self.name, str) or not self.name:
-            raise ValueError(
-                f"Elastic: name must be a text that only this training has, got {self.name!r}"
-            )
-        if self.store is not None and not isinstance(self.store, (str, dist.Store)):
-            raise TypeError(
-                "Elastic: store must be 'host:port', a store of torch.distributed or None, got "
-                f"{_C.type_name(self.store)}"
-            )
+            check(name, 0 < getattr(self, name) <= 1e6, "a positive number of s")
+        check("straggler", factor is None or 1 < factor <= 1e6, "a number above 1")
+        is_named = isinstance(self.name, str) and self.name != ""
+        check("name", is_named, "a text that only this training has")
+        if self.leave_out_stragglers and factor is None:
+            raise ValueError("Elastic: leave_out_stragglers needs straggler, got None")
         if isinstance(self.store, str):
             host_and_port(self.store)
         if isinstance(self.state, (str, bytes)) or not isinstance(self.state, Sequence):
@@ -209,22 +215,6 @@ class Elastic:
                     raise TypeError(
                         f"Elastic: state[{number}] must have {method}(), got {_C.type_name(each)}"
                     )
-
-    def _check_straggler(self) -> None:
-        factor = self.straggler
-        if isinstance(factor, bool) or not isinstance(factor, (int, float, type(None))):
-            raise TypeError(
-                f"Elastic: straggler must be a number or None, got {_C.type_name(factor)}"
-            )
-        if factor is not None and not 1 < factor <= 1e6:
-            raise ValueError(f"Elastic: straggler must be a number above 1, got {factor}")
-        if not isinstance(self.leave_out_stragglers, bool):
-            raise TypeError(
-                "Elastic: leave_out_stragglers must be a bool, got "
-                f"{_C.type_name(self.leave_out_stragglers)}"
-            )
-        if self.leave_out_stragglers and factor is None:
-            raise ValueError("Elastic: leave_out_stragglers needs straggler, got None")
 
 
 def host_and_port(store: str) -> tuple[str, int]:
@@ -303,10 +293,9 @@ class ElasticRanks:
         half = settings.grace / 2
         self._callbacks: list[Callable[[int, int], object]] = []
         self._stopped = threading.Event()
-        self._signs: StoreSigns | None = None
         self.membership = Membership(
             self._store,
-            self,
+            lambda ranks: self._signs.silent(ranks),
             min_ranks=settings.min_ranks,
             grace=half,
             patience=settings.timeout,
@@ -320,10 +309,6 @@ class ElasticRanks:
         self._reasons: list[Callable[[], object]] = []  # remove these groups' reasons
         self._process = os.getpid()
         atexit.register(self.leave)
-
-    def silent(self, ranks: Any) -> set[int]:
-        """Return the ranks that show no sign of life."""
-        return set() if self._signs is None else self._signs.silent(ranks)
 
     @property
     def view(self) -> View:
@@ -404,15 +389,14 @@ class ElasticRanks:
             group.fail("it has left the training")
         self._give_up_group()
         self._forget(reasons=False)
-        if self._signs is not None:
-            self._signs.stop()
+        self._signs.stop()
         self._door.close()
 
     def wants_change(self) -> bool:
         """Whether this rank knows of a rank that wants to join, or of too few members."""
         if len(self.view.members) < self.settings.min_ranks:
             return True
-        return self._signs is not None and self._signs.wanted() > self.view.wanted
+        return self._signs.wanted() > self.view.wanted
 
     # ---- continuing ------------------------------------------------------------------------------
 
@@ -595,17 +579,16 @@ class ElasticRanks:
     # ---- signs of life ---------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        if self._signs is not None:
-            self._signs.watch(self._others())
+        self._signs.watch(self._others())
 
     def _look_after(self) -> None:
         """Fail the step when a member shows no sign of life, or the others have a newer view."""
         half = self.settings.grace / 2
         while not self._stopped.wait(half / 10):
             view, group = self.view, getattr(self, "group", None)
-            silent = self.silent(self._others())
+            silent = self._signs.silent(self._others())
             # A rank that was stopped for a while may get no error from its connections.
-            is_old = self._signs is not None and self._signs.view_number() > view.number
+            is_old = self._signs.view_number() > view.number
             if group is None or self.view is not view:
                 continue
             if silent:
@@ -668,5 +651,4 @@ def _store_of(settings: Elastic) -> dist.Store:
 
 def donors_of(view: View) -> dict[int, int]:
     """Map each new member to the trained member that sends it the state."""
-    trained: Sequence[int] = view.trained
-    return {new: trained[i % len(trained)] for i, new in enumerate(view.new)}
+    return {new: view.trained[i % len(view.trained)] for i, new in enumerate(view.new)}

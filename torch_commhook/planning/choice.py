@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -28,7 +28,7 @@ from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.planning.link import MeasuredLink, measure_rate, measure_round_trip
 from torch_commhook.planning.measured import Measured, measure
 from torch_commhook.planning.model import HookError, Model, Parameter
-from torch_commhook.planning.wire import PAYLOAD, Wire, through_seconds
+from torch_commhook.planning.wire import PAYLOAD, Wire, scaled, through_seconds
 
 #: The share of a step that a hook must save to replace ``allreduce()``.
 LEAST_GAIN = 0.05
@@ -126,12 +126,7 @@ def _or_infinite(error: float) -> float:
 
 
 def predict(
-    measured: Measured,
-    link: MeasuredLink,
-    *,
-    buckets: Sequence[int],
-    ready: Sequence[float],
-    compute_seconds: float | None = None,
+    measured: Measured, link: MeasuredLink, *, buckets: Sequence[int], ready: Sequence[float]
 ) -> float:
     """The predicted time of a step, in seconds from the end of the step before.
 
@@ -140,13 +135,10 @@ def predict(
         link: the link of each rank.
         buckets: the elements of each bucket, in the order of a backward.
         ready: the time at which each bucket is full, in seconds, with a hook that computes nothing.
-        compute_seconds: the hook's computing time; default: that of ``measured``.
     """
-    elements = sum(buckets)
-    shares = [size / elements for size in buckets]
-    computing = measured.compute_seconds if compute_seconds is None else compute_seconds
+    shares = [size / sum(buckets) for size in buckets]
     # Hooks compute on the backward's processor, so each bucket's work delays the later buckets.
-    later = [computing * share for share in accumulate(shares)]
+    later = [measured.compute_seconds * share for share in accumulate(shares)]
     full = [when + delay for when, delay in zip(ready, later, strict=True)]
     return through_seconds(
         measured.chains,
@@ -196,31 +188,28 @@ def choose_hook(
         if not 0 < rate < math.inf:
             return Choice(0, "the link's rate could not be measured")
         link = MeasuredLink(rate, round_trip / 2)
-        measured = {i: _measured(hooks[i], buckets, wire) for i in allowed}
         seen = first_steps.ready(len(buckets))
         has_computing = not _on_any_rank(wire, seen is None)
         ready = seen if seen is not None and has_computing else [0.0] * len(buckets)
-        seconds = _predict_all(measured, link, buckets=buckets, ready=ready, wire=wire)
+        predicted = _predictions([hooks[i] for i in allowed], link, buckets, ready, wire)
+        seconds = dict(zip(allowed, predicted, strict=True))
     candidates = [
         Candidate(str(hook), error, seconds.get(i, math.inf))
         for i, (hook, error) in enumerate(zip(hooks, errors, strict=True))
     ]
     choice = choose(candidates, max_error, link, has_computing=has_computing)
-    _log_choice(choice, candidates, _log_level(group))
+    level = _log_level(group)
+    for each in candidates:
+        is_known = each.step_seconds < math.inf
+        step = format_seconds(each.step_seconds) if is_known else "not predicted"
+        _log.log(level, "%s: error %.2g, step %s", each.hook, each.error, step)
+    _log.log(level, "auto chose %s: %s", candidates[choice.number].hook, choice.reason)
     return choice
 
 
 def _log_level(group: dist.ProcessGroup) -> int:
     """The level of the figures. All ranks have the same ones, so only rank 0 logs at INFO."""
     return logging.INFO if group.rank() == 0 else logging.DEBUG
-
-
-def _log_choice(choice: Choice, candidates: Sequence[Candidate], level: int) -> None:
-    for each in candidates:
-        is_known = each.step_seconds < math.inf
-        step = format_seconds(each.step_seconds) if is_known else "not predicted"
-        _log.log(level, "%s: error %.2g, step %s", each.hook, each.error, step)
-    _log.log(level, "auto chose %s: %s", candidates[choice.number].hook, choice.reason)
 
 
 def _on_any_rank(wire: Wire, flag: bool) -> bool:
@@ -236,33 +225,26 @@ def _largest(wire: Wire, values: Sequence[float]) -> list[float]:
 # ---- computing time and traffic of hooks ---------------------------------------------------------
 
 
-def _predict_all(
-    measured: Mapping[int, Measured | None],
+def _predictions(
+    hooks: Sequence[Hook],
     link: MeasuredLink,
-    *,
     buckets: Sequence[BucketMemory],
     ready: Sequence[float],
     wire: Wire,
-) -> dict[int, float]:
-    """Rank 0's predictions, from the slowest rank's times; infinite for a hook without figures.
-
-    Args:
-        measured: the figures of hooks, by number.
-        link: the link of each rank.
-        buckets: the model's buckets.
-        ready: the time at which each bucket is full on this rank, in seconds.
-        wire: the ranks.
-    """
-    computing = _largest(wire, [_compute_seconds(each) for each in measured.values()])
-    latest = _largest(wire, ready)
+) -> list[float]:
+    """Rank 0's predictions, from the slowest rank's times; infinite for a hook without figures."""
+    measured = [_measured(hook, buckets, wire) for hook in hooks]
+    own = [math.inf if each is None else each.compute_seconds for each in measured]
+    computing, latest = _largest(wire, own), _largest(wire, ready)
     sizes = [bucket.numel for bucket in buckets]
     seconds = [
         math.inf
-        if each is None or own == math.inf
-        else predict(each, link, buckets=sizes, ready=latest, compute_seconds=own)
-        for each, own in zip(measured.values(), computing, strict=True)
+        if each is None or slowest == math.inf
+        else predict(replace(each, compute_seconds=slowest), link, buckets=sizes, ready=latest)
+        for each, slowest in zip(measured, computing, strict=True)
     ]
-    return dict(zip(measured, wire.shared(*seconds)[0].tolist(), strict=True))
+    found: list[float] = wire.shared(*seconds)[0].tolist()
+    return found
 
 
 def _measured(hook: Hook, buckets: Sequence[BucketMemory], wire: Wire) -> Measured | None:
@@ -290,12 +272,7 @@ def _measured(hook: Hook, buckets: Sequence[BucketMemory], wire: Wire) -> Measur
     # Messages of allreduce() have the gradients' dtype.
     elements = sum(bucket.numel for bucket in buckets)
     nbytes = sum(bucket.numel * bucket.dtype.itemsize for bucket in buckets)
-    scaled = tuple(each.scaled(nbytes / (4 * elements)) for each in found.issued)
-    return replace(found, issued=scaled)
-
-
-def _compute_seconds(measured: Measured | None) -> float:
-    return math.inf if measured is None else measured.compute_seconds
+    return replace(found, issued=scaled(found.issued, nbytes / (4 * elements)))
 
 
 def _nodes(hook: Hook) -> int:

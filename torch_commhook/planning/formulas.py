@@ -9,19 +9,28 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from torch_commhook import hooks
 from torch_commhook.collectives.hosts import HOST, nest
 from torch_commhook.collectives.issuing import FEW_RANKS
 from torch_commhook.collectives.plain import LEAST_RANKS, padded_numel
-from torch_commhook.metrics import ring_all_reduce_bytes
 from torch_commhook.planning.model import Model
-from torch_commhook.planning.wire import with_places
-from torch_commhook.process_group.operations import Traffic, is_each_to_each, messages_of
+from torch_commhook.planning.wire import scaled, with_places
+from torch_commhook.process_group.operations import (
+    Call,
+    is_each_to_each,
+    messages_of,
+    traffic_of,
+)
 from torch_commhook.process_group.simulated.link import Issued
+
+Calls = tuple[Issued, ...]
+Members = dict[str, list[Sequence[int]]]
 
 #: Above this number of ranks formulas replace a simulation, which would take minutes.
 MOST_SIMULATED = 16
@@ -32,28 +41,24 @@ _MOST_ELEMENTS = 1 << 28
 
 
 @dataclass(frozen=True)
-class Formula:
+class Work:
     """The traffic of a hook in a step with all gradients in one bucket.
 
     Attributes:
         bytes_sent: the bytes of the rank that sends the most.
-        issued: the calls that rank 0 issues.
-        members: for each group's name, the ranks of the group of each rank of the first node.
+        chains: the calls that rank 0 issues. In each chain, a call waits for the one before it.
+        members: for each group's name, the ranks of the group of each rank of the first node; empty
+            if they are unknown or do not matter.
         hook: the hook that communicates; it differs from the given one on a single node, say.
     """
 
     bytes_sent: float
-    issued: tuple[Issued, ...]
-    members: dict[str, list[Sequence[int]]]
+    chains: tuple[Calls, ...]
+    members: Members
     hook: Any
 
-    def scaled(self, factor: float) -> Formula:
-        """The traffic of ``factor`` times as many elements."""
-        issued = tuple(each.scaled(factor) for each in self.issued)
-        return replace(self, bytes_sent=self.bytes_sent * factor, issued=issued)
 
-
-def formula_of(hook: Any, model: Model, ranks: int, nodes: int) -> Formula | None:
+def formula_of(hook: Any, model: Model, ranks: int, nodes: int) -> Work | None:
     """The traffic of a hook by formulas; None for a hook without formulas.
 
     Args:
@@ -62,17 +67,27 @@ def formula_of(hook: Any, model: Model, ranks: int, nodes: int) -> Formula | Non
         ranks: the number of ranks on all nodes.
         nodes: the number of nodes, with equally many consecutive ranks each.
     """
-    if model.elements > _MOST_ELEMENTS and not isinstance(without_memory(hook), hooks.powersgd):
-        fewer = formula_of(hook, Model(_MOST_ELEMENTS), ranks, nodes)
-        return None if fewer is None else fewer.scaled(model.elements / _MOST_ELEMENTS)
     inside = without_memory(hook)
     every: list[Sequence[int]] = [range(ranks)] * (ranks // nodes)
-    if type(inside) is hooks.hierarchical and inside.levels is not None:
-        return _hierarchical(inside, model.elements, ranks, nodes, every)
     if type(inside) is hooks.powersgd:
-        return Formula(*low_rank_sum(inside, model, ranks), {MODEL: every}, hook)
-    flat = _flat(inside, model.elements, ranks)
-    return None if flat is None else Formula(*flat, {MODEL: every}, hook)
+        return _among_all(low_rank_sum(inside, model, ranks), hook, every)
+    elements = min(model.elements, _MOST_ELEMENTS)
+    if type(inside) is hooks.hierarchical and inside.levels is not None:
+        found = _hierarchical(inside, elements, ranks, nodes, every)
+    else:
+        found = _among_all(_flat(inside, elements, ranks), hook, every)
+    if found is None or elements == model.elements:
+        return found
+    factor = model.elements / elements
+    chains = tuple(scaled(chain, factor) for chain in found.chains)
+    return replace(found, bytes_sent=found.bytes_sent * factor, chains=chains)
+
+
+def _among_all(
+    found: tuple[float, Calls] | None, hook: Any, every: list[Sequence[int]]
+) -> Work | None:
+    """The work of a hook with its bytes and calls in the group of all ranks."""
+    return None if found is None else Work(found[0], (found[1],), {MODEL: every}, hook)
 
 
 def without_memory(hook: Any) -> Any:
@@ -82,9 +97,7 @@ def without_memory(hook: Any) -> Any:
     return hook
 
 
-def low_rank_sum(
-    hook: hooks.powersgd, model: Model, ranks: int
-) -> tuple[float, tuple[Issued, ...]]:
+def low_rank_sum(hook: hooks.powersgd, model: Model, ranks: int) -> tuple[float, Calls]:
     """The bytes and calls of low-rank factors: the first ones with all vectors, then the others."""
     first = second = 0
     for each in model.listed():
@@ -96,51 +109,47 @@ def low_rank_sum(
         else:
             first += hook.rank * rows
             second += hook.rank * columns
-    sums = [_all_reduce(MODEL, ranks, _NUMBER_BYTES * numel) for numel in (first, second) if numel]
+    numels = [numel for numel in (first, second) if numel]
+    sums = [_call(MODEL, "allreduce", ranks, _NUMBER_BYTES * numel) for numel in numels]
     return _added_up(*sums) if ranks > 1 else (0.0, ())
 
 
-def _flat(hook: Any, elements: int, ranks: int) -> tuple[float, tuple[Issued, ...]] | None:
+def _flat(hook: Any, elements: int, ranks: int) -> tuple[float, Calls] | None:
     if type(hook) is hooks.compressed:
         return encoded_sum(hook.codec, elements, ranks, MODEL)
     if type(hook) is hooks.cast and ranks >= LEAST_RANKS:
         nbytes = 2 * padded_numel(elements, ranks)
-        share = nbytes // ranks
         return _added_up(
-            _call(MODEL, "all_to_all_single", ranks, nbytes, share * (ranks - 1)),
-            _call(MODEL, "all_gather_single", ranks, share, share * (ranks - 1)),
+            _call(MODEL, "all_to_all_single", ranks, nbytes),
+            _call(MODEL, "all_gather_single", ranks, nbytes // ranks),
         )
     if type(hook) in (hooks.allreduce, hooks.cast):
         number_bytes = 2 if type(hook) is hooks.cast else _NUMBER_BYTES
-        return _added_up(_all_reduce(MODEL, ranks, number_bytes * elements))
+        return _added_up(_call(MODEL, "allreduce", ranks, number_bytes * elements))
     return None
 
 
-def encoded_sum(
-    codec: Any, elements: int, ranks: int, group: str
-) -> tuple[float, tuple[Issued, ...]]:
+def encoded_sum(codec: Any, elements: int, ranks: int, group: str) -> tuple[float, Calls]:
     """The bytes and calls of ``compressed_all_reduce``."""
     if ranks == 1:
         return 0.0, ()
-    others = ranks - 1
     if codec.exchange == "all_gather":
-        nbytes = codec.nbytes(elements)
-        return _added_up(_call(group, "all_gather_single", ranks, nbytes, nbytes * others))
+        return _added_up(_call(group, "all_gather_single", ranks, codec.nbytes(elements)))
     if codec.exchange == "all_reduce":
-        return _added_up(_all_reduce(group, ranks, codec.nbytes(elements)))
+        return _added_up(_call(group, "allreduce", ranks, codec.nbytes(elements)))
     sizes = [shard.nbytes for shard in codec.shards(elements, ranks)]
-    total, longest = sum(sizes), max(sizes)
     issued = (
-        _call(group, "all_to_all_single", ranks, total, total - sizes[0]),
+        _call(group, "all_to_all_single", ranks, sum(sizes), sizes),
         # Shards are padded to the longest.
-        _call(group, "all_gather_single", ranks, longest, longest * others),
+        _call(group, "all_gather_single", ranks, max(sizes)),
     )
-    return total - min(sizes) + longest * others, issued
+    # The rank with the smallest shard sends the most.
+    return sum(sizes) - min(sizes) + issued[1].traffic.carried, issued
 
 
 def _hierarchical(
     hook: Any, elements: int, ranks: int, nodes: int, every: list[Sequence[int]]
-) -> Formula | None:
+) -> Work | None:
     per_node = ranks // nodes
     levels: list[Any] = []
     for level in hook.levels:
@@ -154,9 +163,8 @@ def _hierarchical(
     *inner, units = nesting.sizes
     if units == 1 or not inner:
         plain = hooks.allreduce() if units == 1 else hooks.compressed(hook.codec)
-        flat = _flat(plain, elements, ranks)
-        return None if flat is None else Formula(*flat, {MODEL: every}, plain)
-    members: dict[str, list[Sequence[int]]] = {
+        return _among_all(_flat(plain, elements, ranks), plain, every)
+    members: Members = {
         f"level {level}": [nesting.inner[rank][level] for rank in range(per_node)]
         for level in range(len(inner))
     }
@@ -165,31 +173,25 @@ def _hierarchical(
     nbytes = _NUMBER_BYTES * share * math.prod(inner)
     scatters, gathers = [], []
     for level, size in enumerate(inner):
-        name, carried = f"level {level}", nbytes // size * (size - 1)
-        scatters.append(_call(name, "all_to_all_single", size, nbytes, carried))
+        scatters.append(_call(f"level {level}", "all_to_all_single", size, nbytes))
         nbytes //= size
-        gathers.append(_call(name, "all_gather_single", size, nbytes, carried))
+        gathers.append(_call(f"level {level}", "all_gather_single", size, nbytes))
     sent, between = encoded_sum(hook.codec, min(share, elements), units, "nodes")
     issued = (*scatters, *between, *reversed(gathers))
     exact = sum(each.traffic.carried for each in (*scatters, *gathers))
-    return Formula(exact + sent, issued, members, hook)
+    return Work(exact + sent, (issued,), members, hook)
 
 
-def _added_up(*issued: Issued) -> tuple[float, tuple[Issued, ...]]:
+def _added_up(*issued: Issued) -> tuple[float, Calls]:
     return sum(each.traffic.carried for each in issued), issued
 
 
-def _call(group: str, operation: str, ranks: int, nbytes: float, carried: float) -> Issued:
-    # Rank 0 is the root of calls that have one.
-    return Issued(group, Traffic(operation, ranks, nbytes, carried, True))
-
-
-def _all_reduce(group: str, ranks: int, nbytes: float) -> Issued:
-    return _call(group, "allreduce", ranks, nbytes, _ring_bytes(nbytes, ranks))
-
-
-def _ring_bytes(nbytes: float, ranks: int) -> float:
-    return ring_all_reduce_bytes(round(nbytes), ranks)
+def _call(
+    group: str, operation: str, ranks: int, nbytes: int, splits: Sequence[int] = ()
+) -> Issued:
+    message = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+    call = Call(operation, None, [message], [message], splits=splits)
+    return Issued(group, traffic_of(call, 0, ranks))
 
 
 # ---- counts for any calls ------------------------------------------------------------------------
@@ -212,7 +214,7 @@ def count_messages(
     """
     found = sum(part.count for each in agreement for part in messages_of(each.traffic))
     for share, buckets in Counter(shares).items():
-        calls = [each.scaled(share) for each in issued]
+        calls: Sequence[Issued] = scaled(issued, share)
         calls = calls if is_ddp else with_places(calls)
         found += buckets * sum(part.count for each in calls for part in messages_of(each.traffic))
     return found
@@ -248,19 +250,17 @@ def count_connections(hook: Any, issued: Sequence[Issued], ranks: int, connectio
     return most * (connections + (connections > 1))
 
 
-def bytes_out_of_node(
-    issued: Sequence[Issued], members: Mapping[str, list[Sequence[int]]], shares: Sequence[float]
-) -> float:
+def bytes_out_of_node(issued: Sequence[Issued], members: Members, shares: Sequence[float]) -> float:
     """The bytes that all ranks of the first node send to other nodes in a step.
 
     Args:
         issued: the calls for all gradients in one bucket.
-        members: as in :class:`Formula`.
+        members: as in :class:`Work`.
         shares: each bucket's share of the gradients.
     """
     sent = 0.0
     for share, buckets in Counter(shares).items():
-        for each in with_places([each.scaled(share) for each in issued]):
+        for each in with_places(scaled(issued, share)):
             for rank, group in enumerate(members[each.group]):
                 sent += buckets * _bytes_out(each, rank, group, len(members[each.group]))
     return sent

@@ -13,11 +13,12 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import types
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -365,7 +366,7 @@ def _more_connections(wire: Wire) -> Iterator[None]:
 
 #: The file's ``format``.
 FORMAT = "commhook bench 1"
-_KINDS = {"str": "a string", "int": "a whole number", "float": "a number"}
+_KINDS = {str: "a string", int: "a whole number", float: "a number"}
 
 
 @dataclass(frozen=True)
@@ -434,9 +435,6 @@ class HookTime:
     to_allreduce: float
 
 
-_Entry = TypeVar("_Entry", Message, CollectiveTime, CodecSpeed, HookTime)
-
-
 @dataclass(frozen=True)
 class LinkFile:
     """The measurements of ``commhook bench``.
@@ -496,28 +494,15 @@ class LinkFile:
         except RecursionError as error:
             raise ValueError(_no_file(path, "it is nested too deeply")) from error
         try:
-            return cls._of(found)
+            if not isinstance(found, dict):
+                raise _WrongError(f"it must be an object, got {_shown(found)}")
+            if found.get("format") != FORMAT:
+                said = _shown(found.get("format"))
+                raise _WrongError(f"its format must be {json.dumps(FORMAT)}, got {said}")
+            file: LinkFile = _object(found, cls, "its ")
+            return file
         except _WrongError as error:
             raise ValueError(_no_file(path, str(error))) from None
-
-    @classmethod
-    def _of(cls, found: object) -> LinkFile:
-        document = _mapping(found, "it")
-        if document.get("format") != FORMAT:
-            said = json.dumps(document.get("format"))[:80]
-            raise _WrongError(f"its format must be {json.dumps(FORMAT)}, got {said}")
-        link = document.get("link")
-        return cls(
-            ranks=_value(document, "ranks", "int", "its "),
-            backend=_value(document, "backend", "str", "its "),
-            device=_value(document, "device", "str", "its "),
-            link=None if link is None else _link(_mapping(link, "its link")),
-            messages=_entries(document, "messages", Message),
-            collectives=_entries(document, "collectives", CollectiveTime),
-            codecs=_entries(document, "codecs", CodecSpeed),
-            hooks=_entries(document, "hooks", HookTime),
-            machine=dict(_mapping(document.get("machine", {}), "its machine")),
-        )
 
 
 class _WrongError(ValueError):
@@ -528,62 +513,55 @@ def _no_file(path: str | os.PathLike[str], reason: str) -> str:
     return f"{os.fspath(path)} is not a file of commhook bench --out: {reason}"
 
 
-def _mapping(found: object, name: str) -> Mapping[str, Any]:
-    if not isinstance(found, dict):
-        raise _WrongError(f"{name} must be an object, got {json.dumps(found)[:80]}")
-    return found
+def _shown(found: object) -> str:
+    return "nothing" if found is MISSING else json.dumps(found)[:80]
 
 
-def _value(document: Mapping[str, Any], name: str, kind: str, prefix: str) -> Any:
-    """A value of an object: a string, a whole number above 0, or a finite number of at least 0.
+def _object(found: dict[str, Any], kind: Any, prefix: str) -> Any:
+    """An object of a file, as one of the classes above.
 
     Args:
-        document: the object.
-        name: the value's key.
-        kind: a key of ``_KINDS``, followed by ``| None`` if null is allowed.
-        prefix: the beginning of an error's text.
+        found: the object.
+        kind: the class.
+        prefix: the beginning of the names of its values, in errors.
 
     Raises:
-        _WrongError: the value is missing, or of another kind.
+        _WrongError: a value is missing, or of another kind than the class's annotation.
     """
-    found = document.get(name)
-    kind, _, none = kind.partition(" | ")
-    if none and name in document and found is None:
-        return None
-    if kind == "str":
+    kinds = get_type_hints(kind)
+    values = {}
+    for part in fields(kind):
+        value = found.get(part.name, MISSING)
+        is_needed = part.default is MISSING and part.default_factory is MISSING
+        if is_needed or value is not MISSING:
+            values[part.name] = _value(value, kinds[part.name], f"{prefix}{part.name}")
+    try:
+        return kind(**values)
+    except ValueError as error:
+        raise _WrongError(f"{prefix.removesuffix('.')} is not valid ({error})") from error
+
+
+def _value(found: Any, kind: Any, name: str) -> Any:
+    """A value of an annotated type. Whole numbers are above 0, numbers finite and at least 0."""
+    if get_origin(kind) is types.UnionType:  # with None
+        return None if found is None else _value(found, get_args(kind)[0], name)
+    if get_origin(kind) is list:
+        if not isinstance(found, list):
+            raise _WrongError(f"{name} must be a list, got {_shown(found)}")
+        (kind,) = get_args(kind)
+        return [_value(each, kind, f"{name}[{number}]") for number, each in enumerate(found)]
+    if kind not in _KINDS:
+        if not isinstance(found, dict):
+            raise _WrongError(f"{name} must be an object, got {_shown(found)}")
+        return _object(found, kind, f"{name}.") if is_dataclass(kind) else found
+    if kind is str:
         is_right = isinstance(found, str)
     elif isinstance(found, bool) or not isinstance(found, (int, float)):
         is_right = False
-    elif kind == "int":
+    elif kind is int:
         is_right = isinstance(found, int) and found > 0
     else:
         is_right = 0 <= found <= sys.float_info.max
     if not is_right:
-        got = "nothing" if name not in document else json.dumps(found)[:80]
-        raise _WrongError(f"{prefix}{name} must be {_KINDS[kind]}, got {got}")
-    return float(found) if kind == "float" else found  # type: ignore[arg-type]
-
-
-def _link(found: Mapping[str, Any]) -> MeasuredLink:
-    names = [each.name for each in fields(MeasuredLink)]
-    numbers = [_value(found, name, "float", "its link.") for name in names]
-    try:
-        return MeasuredLink(*numbers)
-    except ValueError as error:
-        raise _WrongError(f"its link is not valid ({error})") from error
-
-
-def _entries(document: Mapping[str, Any], name: str, kind: type[_Entry]) -> list[_Entry]:
-    found = document.get(name, [])
-    if not isinstance(found, list):
-        raise _WrongError(f"its {name} must be a list, got {json.dumps(found)[:80]}")
-    entries = []
-    for number, each in enumerate(found):
-        prefix = f"its {name}[{number}]"
-        given = _mapping(each, prefix)
-        values = {
-            part.name: _value(given, part.name, str(part.type), f"{prefix}.")
-            for part in fields(kind)
-        }
-        entries.append(kind(**values))
-    return entries
+        raise _WrongError(f"{name} must be {_KINDS[kind]}, got {_shown(found)}")
+    return float(found) if kind is float else found

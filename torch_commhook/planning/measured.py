@@ -16,6 +16,9 @@ from torch_commhook.native.runtime import check_hook, hook_name
 from torch_commhook.planning.formulas import (
     MODEL,
     MOST_SIMULATED,
+    Calls,
+    Members,
+    Work,
     bytes_out_of_node,
     count_connections,
     count_messages,
@@ -37,7 +40,13 @@ from torch_commhook.planning.model import (
     record_traffic,
     unwrap_hook,
 )
-from torch_commhook.planning.wire import PAYLOAD, agreement_of, round_trips, through_seconds
+from torch_commhook.planning.wire import (
+    PAYLOAD,
+    agreement_of,
+    round_trips,
+    scaled,
+    through_seconds,
+)
 from torch_commhook.process_group.simulated.link import Issued
 
 # ---- measures the computing time and the traffic of hooks in a step ------------------------------
@@ -52,7 +61,6 @@ from torch_commhook.process_group.simulated.link import Issued
 
 
 Hook = str | Callable[..., Any]
-Members = dict[str, list[Sequence[int]]]
 
 
 @dataclass(frozen=True)
@@ -69,8 +77,8 @@ class Measured:
         issued: the calls that a rank issues in an exchange, with all gradients in one bucket.
         agreement: the calls that a rank issues at the end of a step.
         connections: the number of a rank's connections that attaching the hook adds.
-        members: as in :class:`torch_commhook.planning.formulas.Formula`; empty if the number of
-            nodes is not given, or the hook has no formulas.
+        members: as in :class:`torch_commhook.planning.formulas.Work`; empty if the number of nodes
+            is not given, or the hook has no formulas.
         beside: calls at the same time: a chain for each further hook of a ``policy``.
         fragments: the number of parts of the model that take turns in ``every`` steps.
         delay: the number of steps during which computing hides the exchange of a part.
@@ -82,17 +90,17 @@ class Measured:
     compute_seconds: float
     overlaps: bool = True
     every: int = 1
-    issued: tuple[Issued, ...] = field(default=(), repr=False)
-    agreement: tuple[Issued, ...] = field(default=(), repr=False)
+    issued: Calls = field(default=(), repr=False)
+    agreement: Calls = field(default=(), repr=False)
     connections: int = 0
     members: Members = field(default_factory=dict, repr=False)
-    beside: tuple[tuple[Issued, ...], ...] = field(default=(), repr=False)
+    beside: tuple[Calls, ...] = field(default=(), repr=False)
     fragments: int = 1
     delay: int = 0
     is_ddp: bool = False
 
     @property
-    def chains(self) -> tuple[tuple[Issued, ...], ...]:
+    def chains(self) -> tuple[Calls, ...]:
         """All calls of a rank. In each chain, a call waits for the one before it."""
         return (self.issued, *self.beside)
 
@@ -143,11 +151,15 @@ def measure(
     agreement = tuple(agreement_of(world_size))
     found = []
     for given in hooks:
-        hook = _parsed(given)
+        if isinstance(given, str):
+            text, hook = given, parse_hook(given)
+        else:
+            check_hook(given)
+            hook = given
+            text = str(given) if isinstance(given, library_hooks.Hook) else hook_name(given)
         is_ddp = hook is None
-        if hook is None:
+        if is_ddp:
             hook = library_hooks.allreduce()
-        text = given if isinstance(given, str) else _name(given)
         if getattr(hook, "chooses", False):
             raise HookError(
                 f"the hook {text!r} can't be planned: it chooses one of several hooks in the first "
@@ -165,10 +177,8 @@ def measure(
                 computed = (whole + passes) / outer.every
             added = count_connections(work.hook, _all(work.chains), world_size, connections)
         except Exception as error:  # a hook may be a user's, and raise anything
-            said = " ".join(f"{type(error).__name__}: {error}".split())
-            if "attach(model, hook)" in said:
-                said = "it needs the names of parameters, which are not known"
-            raise HookError(f"the hook {text!r} can't be planned: {said}") from error
+            unknown = "it needs the names of parameters, which are not known"
+            raise HookError.of(text, error, unknown) from error
         found.append(
             Measured(
                 hook=text,
@@ -189,43 +199,14 @@ def measure(
     return found
 
 
-def _parsed(given: Hook) -> Any:
-    """The hook of an expression, or the given hook; None for ``none``."""
-    if isinstance(given, str):
-        return parse_hook(given)
-    check_hook(given)
-    return given
-
-
-def _name(hook: Callable[..., Any]) -> str:
-    return str(hook) if isinstance(hook, library_hooks.Hook) else hook_name(hook)
-
-
-@dataclass(frozen=True)
-class _Work:
-    """The traffic of a hook with all gradients in one bucket.
-
-    Attributes:
-        bytes_sent: the bytes of the rank that sends the most.
-        chains: the calls that it issues. In each chain, a call waits for the one before it.
-        members: as in :class:`Measured`.
-        hook: the hook that communicates.
-    """
-
-    bytes_sent: float
-    chains: tuple[tuple[Issued, ...], ...]
-    members: Members
-    hook: Any
-
-
-def _work(hook: Any, model: Model, world_size: int, nodes: int | None) -> _Work:
+def _work(hook: Any, model: Model, world_size: int, nodes: int | None) -> Work:
     """The traffic of a hook, by a formula if one applies, else by simulation.
 
     Formulas apply among many ranks, on nodes, and if the traffic depends on parameters' shapes.
     """
     if isinstance(hook, library_hooks.policy):
         parts = [_work(each, part, world_size, nodes) for each, part in _parts_of(hook, model)]
-        return _Work(
+        return Work(
             sum(part.bytes_sent for part in parts),
             tuple(_on_model(chain) for part in parts for chain in part.chains),
             _members_of(parts),
@@ -237,10 +218,9 @@ def _work(hook: Any, model: Model, world_size: int, nodes: int | None) -> _Work:
     if nodes is not None or world_size > MOST_SIMULATED or goes_by_shape:
         found = formula_of(hook, model, world_size, nodes or 1)
         if found is not None:
-            members = {} if nodes is None else found.members
-            return _Work(found.bytes_sent, (found.issued,), members, found.hook)
+            return found if nodes is not None else replace(found, members={})
     sent, issued = record_traffic(hook, model.elements, world_size)
-    return _Work(sent, (issued,), {}, hook)
+    return Work(sent, (issued,), {}, hook)
 
 
 def _parts_of(hook: library_hooks.policy, model: Model) -> list[tuple[Any, Model]]:
@@ -263,34 +243,29 @@ def _parts_of(hook: library_hooks.policy, model: Model) -> list[tuple[Any, Model
     ]
 
 
-def _on_model(chain: Sequence[Issued]) -> tuple[Issued, ...]:
+def _on_model(chain: Calls) -> Calls:
     """The calls with a common name for the group of all ranks; simulations give it other names."""
     groups = {each.group for each in chain}
     return tuple(replace(each, group=MODEL) if len(groups) == 1 else each for each in chain)
 
 
-def _members_of(parts: Sequence[_Work]) -> Members:
+def _members_of(parts: Sequence[Work]) -> Members:
     """The members of all parts' groups; empty if a part has no formula."""
     if not all(part.members for part in parts):
         return {}
     return {name: members for part in parts for name, members in part.members.items()}
 
 
-def _all(chains: Sequence[Sequence[Issued]]) -> list[Issued]:
+def _all(chains: Sequence[Calls]) -> list[Issued]:
     return [each for chain in chains for each in chain]
 
 
 def _compute_seconds(
     hook: Any, model: Model, bucket: int, world_size: int, device: torch.device | str
 ) -> float:
-    """Seconds that a hook computes for all gradients. A hierarchical one adds up, encodes a share.
+    """Seconds that a hook computes for all gradients, in buckets of ``bucket`` elements.
 
-    Args:
-        hook: a hook from :func:`unwrap_hook`.
-        model: the model of the gradients.
-        bucket: the number of elements of a bucket.
-        world_size: the number of ranks.
-        device: the device on which it computes.
+    A hierarchical hook adds up the gradients of a node, and encodes a share.
     """
     if isinstance(hook, library_hooks.policy):
         share = bucket / model.elements
@@ -330,7 +305,8 @@ class Cost(Measured):
 
     Attributes:
         wire_seconds: the time of the bytes on the link, with the headers of their packets.
-        round_trips: the number of consecutive round trips in a step.
+        round_trips: the number of consecutive round trips in a step, including those that computing
+            hides.
         messages: the number of messages that a rank sends.
         node_bytes: the bytes that a node's ranks send to other nodes; None if unknown.
         step_seconds: the time of a step: the computing, and the communication that it does not
@@ -374,41 +350,25 @@ def plan(
             delay_seconds=delay_seconds,
         )
         first = costs[0].step_seconds if costs else step
+        calls, exchanges = _all(each.chains), each.fragments / each.every  # of a step
+        parts = [share / each.fragments for share in shares]
+        trips = round_trips(each.chains, each.agreement, parts, is_ddp=each.is_ddp)
+        messages = count_messages(calls, each.agreement, parts, is_ddp=each.is_ddp)
+        node_bytes = None
+        if each.members:
+            node_bytes = bytes_out_of_node(calls, each.members, shares) / each.every
         costs.append(
             Cost(
                 **vars(each),
                 wire_seconds=each.bytes_sent * 8 / bits_per_second / PAYLOAD,
-                round_trips=_round_trips(each, shares),
-                messages=_messages(each, shares),
-                node_bytes=_node_bytes(each, shares),
+                round_trips=trips * exchanges,
+                messages=messages * exchanges,
+                node_bytes=node_bytes,
                 step_seconds=step,
                 ratio=step / first if first else 1.0,
             )
         )
     return costs
-
-
-def _round_trips(measured: Measured, shares: Sequence[float]) -> float:
-    """Consecutive round trips in a step, including those that computing hides."""
-    shares = [share / measured.fragments for share in shares]
-    once = round_trips(measured.chains, measured.agreement, shares, is_ddp=measured.is_ddp)
-    return once * measured.fragments / measured.every
-
-
-def _messages(measured: Measured, shares: Sequence[float]) -> float:
-    shares = [share / measured.fragments for share in shares]
-    chains = [
-        count_messages(issued, (), shares, is_ddp=measured.is_ddp) for issued in measured.chains
-    ]
-    once = sum(chains) + count_messages((), measured.agreement, shares)
-    return once * measured.fragments / measured.every
-
-
-def _node_bytes(measured: Measured, shares: Sequence[float]) -> float | None:
-    if not measured.members:
-        return None
-    chains = [bytes_out_of_node(each, measured.members, shares) for each in measured.chains]
-    return sum(chains) / measured.every
 
 
 def step_seconds(
@@ -490,25 +450,17 @@ def with_bench_times(
     found = []
     for each in measured:
         took = seconds.get(each.hook)
-        own = None if took is None else _computing(_scaled(each, scale), took, alone, file, there)
+        there_too = replace(  # the same hook on the model of the file
+            each,
+            bytes_sent=each.bytes_sent * scale,
+            issued=scaled(each.issued, scale),
+            beside=tuple(scaled(chain, scale) for chain in each.beside),
+        )
+        own = None if took is None else _computing(there_too, took, alone, file, there)
         if own is None:
             return list(measured)
         found.append(replace(each, compute_seconds=own / scale))
     return found
-
-
-def _scaled(measured: Measured, factor: float) -> Measured:
-    """The figures of the same hook on a model that is ``factor`` times as large."""
-
-    def of(chain: Sequence[Issued]) -> tuple[Issued, ...]:
-        return tuple(each.scaled(factor) for each in chain)
-
-    return replace(
-        measured,
-        bytes_sent=measured.bytes_sent * factor,
-        issued=of(measured.issued),
-        beside=tuple(of(chain) for chain in measured.beside),
-    )
 
 
 def _computing(

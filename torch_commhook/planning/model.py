@@ -206,6 +206,19 @@ _RUNS = 5
 class HookError(RuntimeError):
     """A hook that could not run. The text is one sentence."""
 
+    @classmethod
+    def of(cls, hook: str, error: Exception, unknown: str) -> HookError:
+        """The error of a hook that raised one.
+
+        Args:
+            hook: the hook as text.
+            error: the error.
+            unknown: the reason if the hook must be attached to a model.
+        """
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = unknown if "attach(model, hook)" in said else said
+        return cls(f"the hook {hook!r} can't be planned: {reason}")
+
 
 @dataclass(frozen=True)
 class Unwrapped:
@@ -320,11 +333,6 @@ def gradients_of(elements: int, model_elements: int, shards: int = 1) -> list[Te
 def random_gradients(shapes: Sequence[Shape]) -> list[Tensor]:
     """Random float32 tensors of these shapes, on the CPU."""
     return [torch.randn(shape, dtype=torch.float32, device="cpu") for shape in shapes]
-
-
-def count_bytes(hook: Callable[..., Any], elements: int, world_size: int, shards: int = 1) -> float:
-    """The bytes that each rank sends in a step; arguments as for :func:`record_traffic`."""
-    return record_traffic(hook, elements, world_size, shards)[0]
 
 
 def record_traffic(

@@ -72,7 +72,7 @@ def through_seconds(
     groups: dict[str, GlooGroup] = {}
     end = computed
 
-    def go_on(chain: list[Issued], when: float) -> None:
+    def go_on(chain: Sequence[Issued], when: float) -> None:
         nonlocal end
         if not chain:
             end = max(end, when)
@@ -87,18 +87,22 @@ def through_seconds(
 
     for when, share in zip(ready, shares, strict=True):
         for issued in chains:
-            chain = [each.scaled(share) for each in issued]
-            chain = chain if is_ddp else with_places(chain)
-            link.at(when, partial(go_on, chain))
+            chain = scaled(issued, share)
+            link.at(when, partial(go_on, chain if is_ddp else with_places(chain)))
     link.finish()
-    link.at(end, partial(go_on, list(agreement)))
+    link.at(end, partial(go_on, agreement))
     link.finish()
     return end
 
 
-def with_places(chain: list[Issued]) -> list[Issued]:
+def scaled(calls: Sequence[Issued], factor: float) -> tuple[Issued, ...]:
+    """The calls for ``factor`` times as many gradients."""
+    return tuple(each.scaled(factor) for each in calls)
+
+
+def with_places(calls: Sequence[Issued]) -> list[Issued]:
     """The calls over the library's transport, where hooks' collectives have places."""
-    return [replace(each, traffic=on_transport(each.traffic)) for each in chain]
+    return [replace(each, traffic=on_transport(each.traffic)) for each in calls]
 
 
 def round_trips(

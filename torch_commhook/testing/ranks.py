@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -18,27 +18,25 @@ from torch.distributed import distributed_c10d
 from torch_commhook._C import type_name
 from torch_commhook.process_group.simulated import SimulatedProcessGroup
 from torch_commhook.process_group.simulated.link import Links
-from torch_commhook.testing.scheduler import RunEndedError, Scheduler, current_rank
+from torch_commhook.process_group.simulated.scheduler import (
+    Awaited,
+    RunEndedError,
+    Scheduler,
+    current_rank,
+)
 
 # ---- a store for threads as ranks: a rank that waits for a key lets the others run ---------------
 
 
-class _Keys:
+class _Keys(Awaited):
     """Keys that a rank waits for."""
 
     def __init__(self, owner: int, keys: Sequence[str]) -> None:
-        self.is_done = False
         self.owner = owner
         self.keys = keys
 
     def describe(self) -> str:
         return f"{', '.join(self.keys)} in the store"
-
-    def is_hopeless(self, ended: Collection[int]) -> bool:
-        return False
-
-    def deliver(self) -> None:
-        """Do nothing: there is no Future of it."""
 
 
 class SimulatedStore(dist.Store):
@@ -103,13 +101,6 @@ class SimulatedStore(dist.Store):
     def num_keys(self) -> int:
         return len(self._values)
 
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return [self.get(key) for key in keys]
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
     def has_extended_api(self) -> bool:
         return True
 
@@ -154,34 +145,16 @@ class _Worlds:
         setattr(getattr(_local, "world", self._process), name, value)
 
 
-class _RankWorld(distributed_c10d._World):
-    """A new world, as a process has when it starts."""
-
-    group_count = 0
-
-
-def _own_table(name: str) -> property:
-    def get(self: Any) -> Any:
-        return self.__dict__[name]
-
-    return property(get)
-
-
-def _tables() -> dict[str, type]:
-    """The tables of the process, in the installed torch."""
+def _new_world() -> Any:
+    """A new world, as a process has when it starts: with empty tables of its own."""
     world = distributed_c10d._World()
-    tables = {}
+    own: dict[str, Any] = {"group_count": 0}
     for name, value in vars(distributed_c10d._World).items():
         if isinstance(value, property) and name not in ("pg_config_info", "default_pg"):
-            table = getattr(world, name)
+            table = getattr(world, name)  # of the process
             if isinstance(table, (dict, list)):
-                tables[name] = type(table)
-    return tables
-
-
-_TABLES = _tables()
-for _name in _TABLES:
-    setattr(_RankWorld, _name, _own_table(_name))
+                own[name] = type(table)()
+    return type("_RankWorld", (distributed_c10d._World,), own)()
 
 
 @contextmanager
@@ -219,9 +192,7 @@ def worlds_of_ranks(left: Callable[[], list[threading.Thread]]) -> Iterator[None
 @contextmanager
 def world_of(links: Links, store: dist.Store, rank: int, world_size: int) -> Iterator[None]:
     """Give this thread a world with a rank's simulated group as its default group."""
-    world = _RankWorld()
-    world.__dict__.update({name: table() for name, table in _TABLES.items()})
-    _local.world = world
+    _local.world = world = _new_world()
     _local.links = links
     try:
         group, _ = distributed_c10d._new_process_group_helper(
@@ -240,8 +211,9 @@ def world_of(links: Links, store: dist.Store, rank: int, world_size: int) -> Ite
     finally:
         distributed_c10d._unregister_all_process_groups()
         world.default_pg = None
-        for name in _TABLES:
-            world.__dict__[name].clear()
+        for table in vars(type(world)).values():
+            if isinstance(table, (dict, list)):
+                table.clear()
         _forget_plans()
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook._C import type_name
+from torch_commhook.process_group import operations
 
 # ---- the results of simulated collectives --------------------------------------------------------
 #
@@ -21,16 +22,10 @@ from torch_commhook._C import type_name
 
 #: For each rank: the values of its outputs.
 Results = Sequence[Sequence[Tensor]]
+#: From the calls of all ranks, in rank order, to the results of each.
+Collective = Callable[[Sequence["Call"]], Results]
 
-_ON_BOOL = {
-    "SUM": torch.logical_or,
-    "MAX": torch.logical_or,
-    "BOR": torch.logical_or,
-    "PRODUCT": torch.logical_and,
-    "MIN": torch.logical_and,
-    "BAND": torch.logical_and,
-    "BXOR": torch.logical_xor,
-}
+#: The binary functions of reductions; of bool they are the logical ones.
 _PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "SUM": torch.add,
     "AVG": torch.add,
@@ -42,15 +37,6 @@ _PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "BOR": torch.bitwise_or,
     "BXOR": torch.bitwise_xor,
 }
-
-
-class Part(Protocol):
-    """One rank's input to a collective: see :class:`Call`."""
-
-    inputs: Sequence[Tensor]
-    reduction: Reduction | None
-    root: int
-    input_splits: Sequence[int]
 
 
 class Reduction:
@@ -66,36 +52,26 @@ class Reduction:
         self.name: str = kind.name
         self.factor = op.__getstate__()[1] if self.name == "PREMUL_SUM" else None
 
-    def key(self) -> tuple[str, Any]:
-        """The properties that must be the same on all ranks. A factor may differ."""
-        return self.name, None
-
     def __str__(self) -> str:
         return self.name.lower()
 
 
+@functools.lru_cache(maxsize=1000)
 def pairwise(name: str, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """The binary function of a reduction; None if there is none."""
-    if dtype == torch.bool:
-        return _ON_BOOL.get(name)
-    return _PAIRWISE.get(name)
-
-
-@lru_cache(maxsize=1000)
-def can_reduce(name: str, dtype: torch.dtype) -> bool:
-    """Whether torch supports the reduction for a dtype."""
-    function = pairwise(name, dtype)
-    if function is None:
-        return False
+    """The binary function of a reduction; None if torch does not support it for a dtype."""
+    function = _PAIRWISE.get(name)
+    if function is None or (dtype == torch.bool and name in ("AVG", "PREMUL_SUM")):
+        return None
     one = torch.empty(1, dtype=dtype, device="cpu")
     try:
-        return function(one, one).dtype == dtype
+        return function if function(one, one).dtype == dtype else None
     except (RuntimeError, TypeError):
-        return False
+        return None
 
 
-def reduce_tensors(tensors: Sequence[Tensor], reduction: Reduction, ranks: int) -> Tensor:
+def reduce_tensors(tensors: Sequence[Tensor], reduction: Reduction | None) -> Tensor:
     """The reduction of one tensor of each rank, as a new tensor."""
+    assert reduction is not None  # each collective that reduces has one
     first = tensors[0]
     function = pairwise(reduction.name, first.dtype)
     assert function is not None
@@ -106,16 +82,8 @@ def reduce_tensors(tensors: Sequence[Tensor], reduction: Reduction, ranks: int) 
         total = function(total, tensor.to(first.device).reshape(total.shape))
     if reduction.name == "AVG":
         exact = total.is_floating_point() or total.is_complex()
-        total = torch.div(total, ranks, rounding_mode=None if exact else "trunc")
+        total = torch.div(total, len(tensors), rounding_mode=None if exact else "trunc")
     return total.to(first.dtype)
-
-
-def reduce_sparse(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of sparse tensors, coalesced."""
-    total = tensors[0]
-    for tensor in tensors[1:]:
-        total = total + tensor
-    return total.coalesce().clone()
 
 
 def write(output: Tensor, value: Tensor) -> None:
@@ -130,99 +98,80 @@ def write(output: Tensor, value: Tensor) -> None:
 # ---- each collective: the calls of all ranks, in rank order, to the results of each --------------
 
 
-def all_reduce(calls: Sequence[Part]) -> Results:
+def all_reduce(calls: Sequence[Call]) -> Results:
     """Each tensor's reduction, for all ranks."""
-    totals = []
-    for tensors in zip(*(call.inputs for call in calls), strict=True):
-        if tensors[0].layout is torch.sparse_coo:
-            totals.append(reduce_sparse(tensors))
-        else:
-            reduction = _merged(calls)
-            totals.append(reduce_tensors(tensors, reduction, len(calls)))
+    totals = [
+        functools.reduce(torch.add, tensors).coalesce().clone()
+        if tensors[0].layout is torch.sparse_coo
+        else reduce_tensors(tensors, calls[0].reduction)
+        for tensors in zip(*(call.inputs for call in calls), strict=True)
+    ]
     return [totals] * len(calls)
 
 
-def _merged(calls: Sequence[Part]) -> Reduction:
-    reduction = calls[0].reduction
-    assert reduction is not None
-    return reduction
-
-
-def reduce(calls: Sequence[Part]) -> Results:
-    """The reduction, for the root."""
-    root = calls[0].root
-    totals = all_reduce(calls)[root]
-    return [totals if rank == root else [] for rank in range(len(calls))]
-
-
-def broadcast(calls: Sequence[Part]) -> Results:
+def broadcast(calls: Sequence[Call]) -> Results:
     """The root's tensors, for all ranks."""
     root = calls[0].root
     return [[] if rank == root else calls[root].inputs for rank in range(len(calls))]
 
 
-def all_gather(calls: Sequence[Part]) -> Results:
+def all_gather(calls: Sequence[Call]) -> Results:
     """The tensors of each rank one after another, for all ranks."""
     return [[tensor.clone() for call in calls for tensor in call.inputs]] * len(calls)
 
 
-def all_gather_single(calls: Sequence[Part]) -> Results:
+def all_gather_single(calls: Sequence[Call]) -> Results:
     """For each tensor those of all ranks in one, for all ranks."""
     gathered = [_cat(tensors) for tensors in zip(*(call.inputs for call in calls), strict=True)]
     return [gathered] * len(calls)
 
 
-def gather(calls: Sequence[Part]) -> Results:
-    """As all_gather, for the root."""
-    root = calls[0].root
-    gathered = [call.inputs[0] for call in calls]
-    return [gathered if rank == root else [] for rank in range(len(calls))]
+def for_root(collective: Collective) -> Collective:
+    """A collective whose results only the root gets."""
+
+    def run(calls: Sequence[Call]) -> Results:
+        return [
+            values if rank == calls[0].root else [] for rank, values in enumerate(collective(calls))
+        ]
+
+    return run
 
 
-def gather_single(calls: Sequence[Part]) -> Results:
-    """As all_gather_single, for the root."""
-    root = calls[0].root
-    gathered = [_cat([call.inputs[0] for call in calls])]
-    return [gathered if rank == root else [] for rank in range(len(calls))]
+reduce = for_root(all_reduce)
+gather = for_root(all_gather)
+gather_single = for_root(all_gather_single)
 
 
-def scatter(calls: Sequence[Part]) -> Results:
+def scatter(calls: Sequence[Call]) -> Results:
     """For each rank its tensor of the root's."""
-    pieces = calls[calls[0].root].inputs
-    return [[piece.clone()] for piece in pieces]
+    return [[piece.clone()] for piece in calls[calls[0].root].inputs]
 
 
-def reduce_scatter(calls: Sequence[Part]) -> Results:
+def reduce_scatter(calls: Sequence[Call]) -> Results:
     """For each rank the reduction of its tensors on all ranks."""
-    reduction = _merged(calls)
     pieces = zip(*(call.inputs for call in calls), strict=True)
-    return [[reduce_tensors(tensors, reduction, len(calls))] for tensors in pieces]
+    return [[reduce_tensors(tensors, calls[0].reduction)] for tensors in pieces]
 
 
-def reduce_scatter_single(calls: Sequence[Part]) -> Results:
+def reduce_scatter_single(calls: Sequence[Call]) -> Results:
     """For each tensor, each rank's share of the reduction."""
-    ranks, reduction = len(calls), _merged(calls)
-    shares = [
-        reduce_tensors([tensor.reshape(-1) for tensor in tensors], reduction, ranks).chunk(ranks)
-        for tensors in zip(*(call.inputs for call in calls), strict=True)
-    ]
-    if not shares or not shares[0]:
-        return [[] for _ in calls]
-    return [[share[rank] for share in shares] for rank in range(ranks)]
+    totals = all_reduce(calls)[0]
+    shares = [total.reshape(len(calls), total.numel() // len(calls)) for total in totals]
+    return [[share[rank] for share in shares] for rank in range(len(calls))]
 
 
-def all_to_all(calls: Sequence[Part]) -> Results:
+def all_to_all(calls: Sequence[Call]) -> Results:
     """For each rank, the tensors that all ranks have for it."""
     return [[call.inputs[rank].clone() for call in calls] for rank in range(len(calls))]
 
 
-def all_to_all_single(calls: Sequence[Part]) -> Results:
+def all_to_all_single(calls: Sequence[Call]) -> Results:
     """For each rank, the rows that all ranks have for it."""
-    pieces = [call.inputs[0].split(call.input_splits) for call in calls]
+    pieces = [call.inputs[0].split(call.splits) for call in calls]
     return [[_cat([of_one[rank] for of_one in pieces])] for rank in range(len(calls))]
 
 
-def barrier(calls: Sequence[Part]) -> Results:
+def barrier(calls: Sequence[Call]) -> Results:
     """Nothing, for all ranks."""
     return [[] for _ in calls]
 
@@ -235,40 +184,30 @@ def _cat(tensors: Sequence[Tensor]) -> Tensor:
 # ---- one rank's part in a simulated collective ---------------------------------------------------
 
 
-@dataclass
-class Call:
+@dataclass(frozen=True)
+class Call(operations.Call):
     """One rank's part in a collective.
 
     Attributes:
-        operation: the name of the group's method.
         key: properties that must be the same on all ranks.
         text: a description for messages.
-        inputs, outputs: the tensors that are read and written.
-        returned: the value of its Future.
-        root: the root's rank in the group, if there is one.
-        bytes_sent: the bytes that this rank sends.
+        reduction: its reduction, if it has one.
+        gets: the rows from each rank, for an all-to-all of one tensor.
     """
 
-    operation: str
-    key: tuple[Any, ...]
-    text: Callable[[], str]
-    inputs: Sequence[Tensor] = ()
-    outputs: Sequence[Tensor] = ()
-    returned: Sequence[Tensor] = ()
+    key: tuple[Any, ...] = ()
+    text: Callable[[], str] = str
     reduction: Reduction | None = None
-    root: int = 0
-    input_splits: Sequence[int] = ()
-    output_splits: Sequence[int] = ()
-    bytes_sent: int = 0
+    gets: Sequence[int] = ()
+
+    @property
+    def returned(self) -> list[Tensor]:
+        """The value of its Future."""
+        return self.inputs if self.operation == "send" else self.outputs
 
     def __str__(self) -> str:
         details = self.text()
         return f"{self.operation} of {details}" if details else self.operation
-
-
-def named_ranks(ranks: Sequence[int]) -> str:
-    """A text such as ``ranks 0, 3``."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 # ---- checks of a simulated collective's arguments, and their text in messages --------------------
@@ -329,14 +268,6 @@ def check_times(
             )
 
 
-def check_one_dtype(operation: str, tensors: Sequence[Tensor]) -> None:
-    """Raise ValueError if dtypes differ."""
-    dtypes = {tensor.dtype for tensor in tensors}
-    if len(dtypes) > 1:
-        names = sorted(map(dtype_name, dtypes))
-        raise ValueError(f"{operation}: tensors must be of one dtype, got {', '.join(names)}")
-
-
 def reduction_of(operation: str, opts: Any, tensors: Sequence[Tensor]) -> Reduction:
     """The reduction of options, or of an operation in their place.
 
@@ -349,7 +280,7 @@ def reduction_of(operation: str, opts: Any, tensors: Sequence[Tensor]) -> Reduct
         raise TypeError(f"{operation}: op must be a ReduceOp, got {type_name(op)}")
     reduction = Reduction(op)
     for tensor in tensors:
-        if not can_reduce(reduction.name, tensor.dtype):
+        if pairwise(reduction.name, tensor.dtype) is None:
             raise ValueError(
                 f"{operation}: op must be one for tensors of {tensor.dtype}, got {reduction}"
             )

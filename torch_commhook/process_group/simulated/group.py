@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 from torch import Tensor
 
-from torch_commhook.process_group import operations
 from torch_commhook.process_group.base import ProcessGroup
 from torch_commhook.process_group.simulated import data
 from torch_commhook.process_group.simulated.data import (
     Call,
     Reduction,
     check_like,
-    check_one_dtype,
     check_times,
     dtype_name,
     only_list,
@@ -30,19 +28,38 @@ from torch_commhook.process_group.simulated.data import (
 )
 from torch_commhook.process_group.simulated.link import CoalescedWork, Link, SimulatedWork
 
-# ---- the base of a rank's side of a simulated group: it issues collectives -----------------------
+Tensors = list[Tensor]
 
 
-Tensors = Sequence[Tensor]
+class SimulatedProcessGroup(ProcessGroup):
+    """One rank's side of a process group among the threads of ``run_ranks``.
 
+    :func:`torch_commhook.testing.run_ranks` makes these groups; inside it,
+    ``torch.distributed.new_group`` and device meshes do too. The group has all collectives. On two
+    ranks results have Gloo's bits; sums over more ranks are taken in rank order. A collective
+    completes when all ranks have issued it, a send when it is received. There is no timeout: an
+    operation that can never complete raises an error at once.
 
-class IssuingProcessGroup(ProcessGroup):
-    """One rank's side of a group, without its collectives, which a subclass defines.
+    Beyond Gloo's operations it supports ``PREMUL_SUM``, and ``AVG`` of integers, rounded towards
+    zero. All methods accept PyTorch's short forms, such as ``allreduce(tensor, op)``.
 
     Args:
         link: the state that the group's ranks share.
         rank: this side's rank in the group.
+
+    Raises:
+        TypeError: an argument has another type than the collective accepts.
+        ValueError: sizes, dtypes or ranks do not fit the collective. The message names it.
+        MismatchedCollectiveError: another rank's n-th collective on the group differs.
+        DeadlockError: from a wait, if no rank can continue.
+
+    Example:
+        >>> run_ranks(lambda rank: type(dist.group.WORLD).__name__, 1)
+        ['SimulatedProcessGroup']
     """
+
+    #: ``attach`` lets ranks use different parameters, as over Gloo.
+    _commhook_shares_used = True
 
     def __init__(self, link: Link, rank: int) -> None:
         super().__init__(rank, len(link.members))
@@ -51,6 +68,7 @@ class IssuingProcessGroup(ProcessGroup):
         self._size = len(link.members)
         self._coalescing: list[SimulatedWork] | None = None
         self._is_shut_down = False
+        self._splits = 0
 
     @property
     def bytes_sent(self) -> int:
@@ -85,32 +103,39 @@ class IssuingProcessGroup(ProcessGroup):
 
     def _issue(
         self,
-        run: Callable[..., data.Results],
+        run: data.Collective,
         operation: str,
         inputs: Tensors,
         outputs: Tensors,
         *,
-        key: tuple[Any, ...],
-        text: Callable[[], str],
         reduction: Reduction | None = None,
-        root: int = 0,
-        splits: tuple[list[int], list[int]] = ([], []),
+        root: int = -1,
     ) -> SimulatedWork:
+        """Issue a collective whose tensors all ranks have in the same sizes.
+
+        Args:
+            run: computes the results.
+            operation: the name of the method.
+            inputs, outputs: the tensors that are read and written.
+            reduction: the reduction, if there is one.
+            root: the root's rank in the group, if there is one.
+        """
+        shared = outputs if operation == "scatter" else inputs  # all ranks give these
+
+        def text() -> str:
+            reduced = "" if reduction is None else f", {reduction}"
+            if root < 0:
+                return f"{text_of(shared)}{reduced}"
+            way = "from" if operation in ("broadcast", "scatter") else "to"
+            return f"{text_of(shared)}{reduced}{reduced[:1]} {way} {self._named(root)}"
+
+        key = operation, signature(shared), None if reduction is None else reduction.name, root
+        call = Call(operation, None, inputs, outputs, root, key=key, text=text, reduction=reduction)
+        return self._join(call, run)
+
+    def _join(self, call: Call, run: data.Collective) -> SimulatedWork:
         if self._is_shut_down:
-            raise RuntimeError(f"{operation}: {self._link} has been destroyed")
-        call = Call(
-            operation,
-            (operation, *key),
-            text,
-            inputs,
-            outputs,
-            outputs,
-            reduction,
-            root,
-            splits[1],
-            splits[0],
-            self._bytes_sent(operation, inputs, root, splits[1]),
-        )
+            raise RuntimeError(f"{call.operation}: {self._link} has been destroyed")
         return self._noted(self._link.join(self._rank, call, run))
 
     def _noted(self, work: SimulatedWork) -> SimulatedWork:
@@ -118,60 +143,8 @@ class IssuingProcessGroup(ProcessGroup):
             self._coalescing.append(work)
         return work
 
-    def _at_root(
-        self, operation: str, name: str, value: Any, root: int, count: int
-    ) -> list[Tensor]:
-        """Tensors that only the root gives."""
-        if self._rank == root:
-            return tensors_of(operation, name, value, count=count)
-        return []
-
-    def _bytes_sent(
-        self, operation: str, inputs: Tensors, root: int = -1, splits: Sequence[int] = ()
-    ) -> int:
-        call = operations.Call(operation, None, list(inputs), [], root, splits=splits)
-        return call.bytes_sent(self._rank, self._size)
-
     def _named(self, rank: int) -> str:
         return f"rank {self._link.members[rank]}"
-
-
-# ---- a process group whose ranks are threads of one process --------------------------------------
-
-
-class SimulatedProcessGroup(IssuingProcessGroup):
-    """One rank's side of a process group among the threads of ``run_ranks``.
-
-    :func:`torch_commhook.testing.run_ranks` makes these groups; inside it,
-    ``torch.distributed.new_group`` and device meshes do too. The group has all collectives. On two
-    ranks results have Gloo's bits; sums over more ranks are taken in rank order. A collective
-    completes when all ranks have issued it, a send when it is received. There is no timeout: an
-    operation that can never complete raises an error at once.
-
-    Beyond Gloo's operations it supports ``PREMUL_SUM``, and ``AVG`` of integers, rounded towards
-    zero. All methods accept PyTorch's short forms, such as ``allreduce(tensor, op)``.
-
-    Args:
-        link: the state that the group's ranks share.
-        rank: this side's rank in the group.
-
-    Raises:
-        TypeError: an argument has another type than the collective accepts.
-        ValueError: sizes, dtypes or ranks do not fit the collective. The message names it.
-        MismatchedCollectiveError: another rank's n-th collective on the group differs.
-        DeadlockError: from a wait, if no rank can continue.
-
-    Example:
-        >>> run_ranks(lambda rank: type(dist.group.WORLD).__name__, 1)
-        ['SimulatedProcessGroup']
-    """
-
-    #: ``attach`` lets ranks use different parameters, as over Gloo.
-    _commhook_shares_used = True
-
-    def __init__(self, link: Link, rank: int) -> None:
-        super().__init__(link, rank)
-        self._splits = 0
 
     # Methods that Python calls on a group's backend, which is this group itself.
     supports_splitting = False
@@ -185,44 +158,27 @@ class SimulatedProcessGroup(IssuingProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> SimulatedWork:
         """Reduce one tensor, which may be sparse for a sum."""
         tensors = tensors_of("allreduce", "tensors", tensors, count=1, sparse=True)
-        return self._reduce_all("allreduce", tensors, opts)
+        reduction = reduction_of("allreduce", opts, tensors)
+        return self._issue(data.all_reduce, "allreduce", tensors, tensors, reduction=reduction)
 
     def allreduce_coalesced(
         self, tensors: Any, opts: Any = None, timeout: Any = None
     ) -> SimulatedWork:
         """Reduce several tensors."""
-        tensors = tensors_of("allreduce_coalesced", "tensors", tensors)
-        return self._reduce_all("allreduce_coalesced", tensors, opts)
-
-    def _reduce_all(self, operation: str, tensors: Tensors, opts: Any) -> SimulatedWork:
+        operation = "allreduce_coalesced"
+        tensors = tensors_of(operation, "tensors", tensors)
         reduction = reduction_of(operation, opts, tensors)
-        return self._issue(
-            data.all_reduce,
-            operation,
-            tensors,
-            tensors,
-            key=(signature(tensors), reduction.key()),
-            text=lambda: f"{text_of(tensors)}, {reduction}",
-            reduction=reduction,
-        )
+        return self._issue(data.all_reduce, operation, tensors, tensors, reduction=reduction)
 
     def reduce(
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None
     ) -> SimulatedWork:
         """Reduce one tensor for the root; the others' tensors stay unchanged."""
         tensors = tensors_of("reduce", "tensors", tensors, count=1)
-        reduction = reduction_of("reduce", _op_of(opts, op), tensors)
+        # In the short form, options are the root.
+        reduction = reduction_of("reduce", op if isinstance(opts, int) else opts, tensors)
         root = root_of("reduce", opts, self._size)
-        return self._issue(
-            data.reduce,
-            "reduce",
-            tensors,
-            tensors,
-            key=(signature(tensors), reduction.key(), root),
-            text=lambda: f"{text_of(tensors)}, {reduction}, to {self._named(root)}",
-            reduction=reduction,
-            root=root,
-        )
+        return self._issue(data.reduce, "reduce", tensors, tensors, reduction=reduction, root=root)
 
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
@@ -232,41 +188,28 @@ class SimulatedProcessGroup(IssuingProcessGroup):
         outputs = tensors_of(operation, "outputs", outputs, count=1)
         inputs = tensors_of(operation, "inputs", only_list(inputs), count=self._size)
         check_like(operation, "inputs", inputs, outputs[0])
-        return self._reduce_shares(data.reduce_scatter, operation, outputs, inputs, opts)
+        reduction = reduction_of(operation, opts, inputs)
+        return self._issue(data.reduce_scatter, operation, inputs, outputs, reduction=reduction)
 
     def reduce_scatter_single(
         self, output: Any, input: Any, opts: Any = None, timeout: Any = None
     ) -> SimulatedWork:
         """Reduce a tensor and give each rank its share."""
-        return self._reduce_shares_of("reduce_scatter_single", [output], [input], opts)
+        return self._reduce_shares("reduce_scatter_single", [output], [input], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> SimulatedWork:
         """The same for several tensors."""
-        return self._reduce_shares_of("reduce_scatter_single_coalesced", outputs, inputs, opts)
+        return self._reduce_shares("reduce_scatter_single_coalesced", outputs, inputs, opts)
 
-    def _reduce_shares_of(
-        self, operation: str, outputs: Any, inputs: Any, opts: Any
-    ) -> SimulatedWork:
+    def _reduce_shares(self, operation: str, outputs: Any, inputs: Any, opts: Any) -> SimulatedWork:
         outputs = tensors_of(operation, "outputs", outputs)
         inputs = tensors_of(operation, "inputs", inputs, count=len(outputs))
         check_times(operation, "inputs", inputs, outputs, self._size)
-        return self._reduce_shares(data.reduce_scatter_single, operation, outputs, inputs, opts)
-
-    def _reduce_shares(
-        self, run: Any, operation: str, outputs: Tensors, inputs: Tensors, opts: Any
-    ) -> SimulatedWork:
         reduction = reduction_of(operation, opts, inputs)
-        return self._issue(
-            run,
-            operation,
-            inputs,
-            outputs,
-            key=(signature(inputs), reduction.key()),
-            text=lambda: f"{text_of(inputs)}, {reduction}",
-            reduction=reduction,
-        )
+        run = data.reduce_scatter_single
+        return self._issue(run, operation, inputs, outputs, reduction=reduction)
 
     # ---- from all ranks to all -------------------------------------------------------------------
 
@@ -277,7 +220,7 @@ class SimulatedProcessGroup(IssuingProcessGroup):
         inputs = tensors_of("allgather", "inputs", inputs, count=1)
         outputs = tensors_of("allgather", "outputs", only_list(outputs), count=self._size)
         check_like("allgather", "outputs", outputs, inputs[0])
-        return self._gather_all(data.all_gather, "allgather", outputs, inputs)
+        return self._issue(data.all_gather, "allgather", inputs, outputs)
 
     def allgather_coalesced(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
@@ -298,37 +241,25 @@ class SimulatedProcessGroup(IssuingProcessGroup):
             for i, tensor in enumerate(tensors):
                 check_like(operation, "outputs", [tensor], inputs[i])
         flat = [tensor for tensors in lists for tensor in tensors]
-        return self._gather_all(data.all_gather, operation, flat, inputs)
+        return self._issue(data.all_gather, operation, inputs, flat)
 
     def all_gather_single(
         self, output: Any, input: Any, opts: Any = None, timeout: Any = None
     ) -> SimulatedWork:
         """Give each rank the tensors of all ranks in one tensor."""
-        return self._gather_all_of("all_gather_single", [output], [input])
+        return self._gather_in_one("all_gather_single", [output], [input])
 
     def all_gather_single_coalesced(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> SimulatedWork:
         """The same for several tensors."""
-        return self._gather_all_of("all_gather_single_coalesced", outputs, inputs)
+        return self._gather_in_one("all_gather_single_coalesced", outputs, inputs)
 
-    def _gather_all_of(self, operation: str, outputs: Any, inputs: Any) -> SimulatedWork:
+    def _gather_in_one(self, operation: str, outputs: Any, inputs: Any) -> SimulatedWork:
         inputs = tensors_of(operation, "inputs", inputs)
         outputs = tensors_of(operation, "outputs", outputs, count=len(inputs))
         check_times(operation, "outputs", outputs, inputs, self._size)
-        return self._gather_all(data.all_gather_single, operation, outputs, inputs)
-
-    def _gather_all(
-        self, run: Any, operation: str, outputs: Tensors, inputs: Tensors
-    ) -> SimulatedWork:
-        return self._issue(
-            run,
-            operation,
-            inputs,
-            outputs,
-            key=(signature(inputs),),
-            text=lambda: text_of(inputs),
-        )
+        return self._issue(data.all_gather_single, operation, inputs, outputs)
 
     def alltoall(  # type: ignore[override]
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
@@ -336,14 +267,8 @@ class SimulatedProcessGroup(IssuingProcessGroup):
         """Send a tensor to each rank, and receive one from each."""
         outputs = tensors_of("alltoall", "outputs", outputs, count=self._size)
         inputs = tensors_of("alltoall", "inputs", inputs, count=self._size)
-        return self._exchange(
-            data.all_to_all,
-            "alltoall",
-            outputs,
-            inputs,
-            ([tensor.numel() for tensor in outputs], [tensor.numel() for tensor in inputs]),
-            row=1,
-        )
+        gets, sends = ([tensor.numel() for tensor in each] for each in (outputs, inputs))
+        return self._exchange(data.all_to_all, "alltoall", outputs, inputs, gets, sends)
 
     def all_to_all_single(  # type: ignore[override]
         self,
@@ -366,37 +291,44 @@ class SimulatedProcessGroup(IssuingProcessGroup):
                 f"{operation}: output must have rows of {row} elements, as input has, got "
                 f"{text_of(outputs)}"
             )
-        return self._exchange(
-            data.all_to_all_single, operation, outputs, inputs, (gets, sends), row
-        )
+        return self._exchange(data.all_to_all_single, operation, outputs, inputs, gets, sends, row)
 
     def _exchange(
         self,
-        run: Any,
+        run: data.Collective,
         operation: str,
         outputs: Tensors,
         inputs: Tensors,
-        splits: tuple[list[int], list[int]],
-        row: int,
+        gets: list[int],
+        sends: list[int],
+        row: int = 1,
     ) -> SimulatedWork:
-        gets, sends = splits
+        """Issue an all-to-all.
+
+        Args:
+            gets, sends: the number of rows from each rank, and for each rank.
+            row: the number of elements of a row.
+        """
         if sends[self._rank] != gets[self._rank]:
             raise ValueError(
                 f"{operation}: input_splits must be {gets[self._rank]} for rank {self._rank} "
                 f"itself, as output_splits, got {sends}"
             )
-        dtype = inputs[0].dtype
+        dtypes = sorted({dtype_name(tensor.dtype) for tensor in (*inputs, *outputs)})
+        if len(dtypes) > 1:
+            raise ValueError(f"{operation}: tensors must be of one dtype, got {', '.join(dtypes)}")
         rows = f", rows of {row}" if row != 1 else ""
-        check_one_dtype(operation, [*inputs, *outputs])
-        return self._issue(
-            run,
+        call = Call(
             operation,
+            None,
             inputs,
             outputs,
-            key=(dtype, row),
-            text=lambda: f"{dtype_name(dtype)}{rows}, sends {sends} and gets {gets}",
-            splits=splits,
+            splits=sends,
+            gets=gets,
+            key=(operation, *dtypes, row),
+            text=lambda: f"{dtypes[0]}{rows}, sends {sends} and gets {gets}",
         )
+        return self._join(call, run)
 
     # ---- from one rank, or to one ----------------------------------------------------------------
 
@@ -404,15 +336,7 @@ class SimulatedProcessGroup(IssuingProcessGroup):
         """Give all ranks the root's tensor."""
         tensors = tensors_of("broadcast", "tensors", tensors, count=1)
         root = root_of("broadcast", opts, self._size)
-        return self._issue(
-            data.broadcast,
-            "broadcast",
-            tensors,
-            tensors,
-            key=(signature(tensors), root),
-            text=lambda: f"{text_of(tensors)} from {self._named(root)}",
-            root=root,
-        )
+        return self._issue(data.broadcast, "broadcast", tensors, tensors, root=root)
 
     def gather(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
@@ -420,9 +344,11 @@ class SimulatedProcessGroup(IssuingProcessGroup):
         """Give the root the tensors of all ranks."""
         inputs = tensors_of("gather", "inputs", inputs, count=1)
         root = root_of("gather", opts, self._size)
-        outputs = self._at_root("gather", "outputs", only_list(outputs), root, self._size)
-        check_like("gather", "outputs", outputs, inputs[0])
-        return self._gather_at(data.gather, "gather", outputs, inputs, root)
+        given: Tensors = []
+        if self._rank == root:
+            given = tensors_of("gather", "outputs", only_list(outputs), count=self._size)
+            check_like("gather", "outputs", given, inputs[0])
+        return self._issue(data.gather, "gather", inputs, given, root=root)
 
     def gather_single(
         self, output: Any, input: Any, opts: Any = None, timeout: Any = None
@@ -431,23 +357,11 @@ class SimulatedProcessGroup(IssuingProcessGroup):
         operation = "gather_single"
         inputs = tensors_of(operation, "input", input, count=1)
         root = root_of(operation, opts, self._size)
-        outputs = self._at_root(operation, "output", [output], root, 1)
-        if outputs:
+        outputs: Tensors = []
+        if self._rank == root:
+            outputs = tensors_of(operation, "output", output, count=1)
             check_times(operation, "output", outputs, inputs, self._size)
-        return self._gather_at(data.gather_single, operation, outputs, inputs, root)
-
-    def _gather_at(
-        self, run: Any, operation: str, outputs: Tensors, inputs: Tensors, root: int
-    ) -> SimulatedWork:
-        return self._issue(
-            run,
-            operation,
-            inputs,
-            outputs,
-            key=(signature(inputs), root),
-            text=lambda: f"{text_of(inputs)} to {self._named(root)}",
-            root=root,
-        )
+        return self._issue(data.gather_single, operation, inputs, outputs, root=root)
 
     def scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
@@ -455,64 +369,53 @@ class SimulatedProcessGroup(IssuingProcessGroup):
         """Give each rank its tensor of the root's."""
         outputs = tensors_of("scatter", "outputs", outputs, count=1)
         root = root_of("scatter", opts, self._size)
-        inputs = self._at_root("scatter", "inputs", only_list(inputs), root, self._size)
-        check_like("scatter", "inputs", inputs, outputs[0])
-        return self._issue(
-            data.scatter,
-            "scatter",
-            inputs,
-            outputs,
-            key=(signature(outputs), root),
-            text=lambda: f"{text_of(outputs)} from {self._named(root)}",
-            root=root,
-        )
+        given: Tensors = []
+        if self._rank == root:
+            given = tensors_of("scatter", "inputs", only_list(inputs), count=self._size)
+            check_like("scatter", "inputs", given, outputs[0])
+        return self._issue(data.scatter, "scatter", given, outputs, root=root)
 
     # ---- messages --------------------------------------------------------------------------------
 
     def send(self, tensors: Any, destination: int, tag: int = 0) -> SimulatedWork:
         """Send a tensor; complete when it has been received."""
-        tensors = tensors_of("send", "tensors", tensors, count=1)
-        destination = peer_of("send", "destination", destination, self._size)
-        call = Call(
-            "send",
-            signature(tensors),
-            lambda: f"{text_of(tensors)} to {self._named(destination)}, tag {tag}",
-            inputs=tensors,
-            returned=tensors,
-            bytes_sent=self._bytes_sent("send", tensors) if destination != self._rank else 0,
-        )
-        return self._noted(self._link.send(self._rank, call, destination, tag))
+        peer = peer_of("send", "destination", destination, self._size)
+        return self._message("send", tensors, peer, tag)
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> SimulatedWork:
         """Receive a tensor."""
-        return self._receive("recv", tensors, peer_of("recv", "source", source, self._size), tag)
+        return self._message("recv", tensors, peer_of("recv", "source", source, self._size), tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> SimulatedWork:
         """Receive a tensor from any rank; the Work reports the rank."""
-        return self._receive("recv_anysource", tensors, None, tag)
+        return self._message("recv_anysource", tensors, -1, tag)
 
-    def _receive(self, operation: str, tensors: Any, source: int | None, tag: int) -> SimulatedWork:
+    def _message(self, operation: str, tensors: Any, peer: int, tag: int) -> SimulatedWork:
+        """Issue a send or a receive; a peer of -1 is any rank."""
         tensors = tensors_of(operation, "tensors", tensors, count=1)
-        who = "any rank" if source is None else self._named(source)
+        inputs, outputs = (tensors, []) if operation == "send" else ([], tensors)
+        word = "to" if operation == "send" else "from"
+        who = "any rank" if peer < 0 else self._named(peer)
         call = Call(
             operation,
-            signature(tensors),
-            lambda: f"{text_of(tensors)} from {who}, tag {tag}",
-            outputs=tensors,
-            returned=tensors,
+            None,
+            inputs,
+            outputs,
+            peer,
+            key=signature(tensors),
+            text=lambda: f"{text_of(tensors)} {word} {who}, tag {tag}",
         )
-        return self._noted(self._link.receive(self._rank, call, source, tag))
+        return self._noted(self._link.message(self._rank, call, tag))
 
     # ---- barriers, coalescing, and groups of some ranks ------------------------------------------
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> SimulatedWork:  # type: ignore[override]
         """Complete when all ranks have reached the barrier."""
-        return self._issue(data.barrier, "barrier", (), (), key=(), text=lambda: "")
+        return self._issue(data.barrier, "barrier", [], [])
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Wait until all ranks have reached the barrier. A DeadlockError names the others."""
-        operation = "monitored_barrier"
-        self._issue(data.barrier, operation, (), (), key=(), text=lambda: "").wait()
+        self._issue(data.barrier, "monitored_barrier", [], []).wait()
 
     def start_coalescing(self, device: Any = None) -> None:
         """Combine all following operations into one Work."""
@@ -547,8 +450,3 @@ class SimulatedProcessGroup(IssuingProcessGroup):
         group._set_group_name(known)
         group._set_group_desc(group_desc or "undefined")
         return group
-
-
-def _op_of(opts: Any, op: Any) -> Any:
-    """The operation. In the short form of reduce, options are the root."""
-    return op if isinstance(opts, int) else opts

@@ -2,60 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from torch_commhook.native.runtime import left_to_python
-from torch_commhook.process_group import operations
 from torch_commhook.process_group.operations import Traffic, traffic_of
-from torch_commhook.process_group.simulated.data import Call, Results, named_ranks, write
+from torch_commhook.process_group.simulated.data import Call, Collective, write
+from torch_commhook.process_group.simulated.scheduler import Awaited, Rank, Scheduler
 from torch_commhook.process_group.work import Work
 
 # ---- the Work of simulated collectives -----------------------------------------------------------
-
-
-class RunScheduler(Protocol):
-    """Switches between the ranks of a run; ``enter`` returns its object for the calling rank."""
-
-    def enter(self, owner: int, what: str) -> Any:
-        """Begin an operation of a rank's group."""
-
-    def is_on_thread_of(self, owner: int) -> bool:
-        """Whether this thread belongs to a rank."""
-
-    def switch(self, rank: Any) -> None:
-        """Let another rank run, if the seed says so."""
-
-    def wait(self, rank: Any, awaited: SimulatedWork) -> None:
-        """Let others run until the awaited work is done."""
-
-    def ask(self, rank: Any, awaited: SimulatedWork) -> None:
-        """Let others run until the awaited work is done, or until none can continue."""
-
-    def poll(self, rank: Any, awaited: SimulatedWork) -> bool:
-        """Whether the awaited work is done; if not, others run first."""
-
-    def complete(self, awaited: SimulatedWork) -> None:
-        """Note that work is done which a rank may be waiting for."""
-
-    def fail(self, error: BaseException) -> None:
-        """End the run."""
-
-
-class IssuingLink(Protocol):
-    """The interface of the link on which a work was issued."""
-
-    @property
-    def scheduler(self) -> RunScheduler:
-        """The scheduler of the run."""
-
-    def missing(self, work: SimulatedWork) -> list[int]:
-        """The ranks of the run that the work still needs."""
 
 
 class _Future(torch.futures.Future[list[Tensor]]):
@@ -85,12 +45,11 @@ class _WaitedFor(Work):
         self.wait()
 
 
-class SimulatedWork(_WaitedFor):
+class SimulatedWork(_WaitedFor, Awaited):
     """A collective that a rank has issued, until all ranks have."""
 
-    def __init__(self, link: IssuingLink, owner: int, call: Call, number: int | None) -> None:
+    def __init__(self, link: Link, owner: int, call: Call, number: int | None) -> None:
         super().__init__()
-        self.is_done = False
         self.owner = owner
         self.call = call
         self.number = number
@@ -142,7 +101,7 @@ class SimulatedWork(_WaitedFor):
         """Whether another thread calls, such as one that collects a rank's results."""
         return self.is_done and not self._link.scheduler.is_on_thread_of(self.owner)
 
-    def _enter(self, method: str) -> Any:
+    def _enter(self, method: str) -> Rank:
         return self._link.scheduler.enter(self.owner, f"Work.{method} of {self.call.operation}")
 
     # ---- the interface for the scheduler ---------------------------------------------------------
@@ -156,7 +115,8 @@ class SimulatedWork(_WaitedFor):
             text += f": {details}"
         missing = self._link.missing(self)
         if missing:
-            text += f"; not there: {named_ranks(missing)}"
+            plural = "s" if len(missing) > 1 else ""
+            text += f"; not there: rank{plural} {', '.join(map(str, missing))}"
         return text
 
     def is_hopeless(self, ended: Collection[int]) -> bool:
@@ -228,25 +188,28 @@ class Issued:
 
 
 @dataclass
-class _Round:
-    """A collective that some ranks have reached."""
-
-    first: int
-    works: list[SimulatedWork | None]
-    count: int = 0
-
-
-@dataclass
 class _Message:
-    """A send or a receive without its counterpart."""
+    """A send or a receive. The peer of a receive from any rank is -1."""
 
     work: SimulatedWork
-    here: int
-    there: int | None
+    rank: int
+    peer: int
     tag: int
 
+    @property
+    def is_send(self) -> bool:
+        return bool(self.work.call.inputs)
 
-@dataclass
+    def fits(self, other: _Message) -> bool:
+        """Whether one is the other's counterpart."""
+        return (
+            self.is_send != other.is_send
+            and self.tag == other.tag
+            and self.peer in (other.rank, -1)
+            and other.peer in (self.rank, -1)
+        )
+
+
 class Link:
     """The ranks of one group.
 
@@ -256,70 +219,57 @@ class Link:
         members: the rank in the run of each of the group's ranks.
     """
 
-    links: Links
-    name: str
-    members: Sequence[int]
-    sequence: list[int] = field(default_factory=list)
-    bytes_sent: list[int] = field(default_factory=list)
-    _rounds: dict[int, _Round] = field(default_factory=dict)
-    _sends: list[_Message] = field(default_factory=list)
-    _receives: list[_Message] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.sequence = [0] * len(self.members)
-        self.bytes_sent = [0] * len(self.members)
+    def __init__(self, links: Links, name: str, members: Sequence[int]) -> None:
+        self.links = links
+        self.name = name
+        self.members = members
+        self.sequence = [0] * len(members)
+        self.bytes_sent = [0] * len(members)
+        # For each collective that some ranks have reached, their works, in the order of arrival.
+        self._reached: dict[int, dict[int, SimulatedWork]] = {}
+        self._messages: list[_Message] = []  # without a counterpart
 
     @property
-    def scheduler(self) -> RunScheduler:
+    def scheduler(self) -> Scheduler:
         return self.links.scheduler
 
     def __str__(self) -> str:
         return f"group '{self.name}'"
 
-    def _note(self, rank: int, call: Call) -> None:
-        """Count a rank's call, and keep it if somebody asked for it."""
-        self.bytes_sent[rank] += call.bytes_sent
-        issued = self.links.issued.get(self.members[rank])
-        if issued is not None:
-            tensors = list(call.inputs), list(call.outputs)
-            made = operations.Call(
-                call.operation, None, *tensors, call.root, splits=call.input_splits
-            )
-            issued.append(Issued(self.name, traffic_of(made, rank, len(self.members))))
+    def _begin(self, rank: int, call: Call, number: int | None) -> tuple[Rank, SimulatedWork]:
+        """Begin a rank's call: count it, and keep it if somebody asked for it."""
+        member, size = self.members[rank], len(self.members)
+        me = self.scheduler.enter(member, call.operation)
+        if call.operation != "send" or call.root != rank:
+            self.bytes_sent[rank] += call.bytes_sent(rank, size)
+        if member in self.links.issued:
+            self.links.issued[member].append(Issued(self.name, traffic_of(call, rank, size)))
+        return me, SimulatedWork(self, member, call, number)
 
     # ---- collectives -----------------------------------------------------------------------------
 
-    def join(
-        self, rank: int, call: Call, run: Callable[[Sequence[Call]], Results]
-    ) -> SimulatedWork:
+    def join(self, rank: int, call: Call, run: Collective) -> SimulatedWork:
         """Enter one rank's next collective; the last rank carries it out.
 
         Raises:
             MismatchedCollectiveError: another rank has entered a different one.
         """
-        me = self.scheduler.enter(self.members[rank], call.operation)
-        self.sequence[rank] += 1
-        self._note(rank, call)
-        number = self.sequence[rank]
-        work = SimulatedWork(self, self.members[rank], call, number)
-        current = self._rounds.get(number)
-        if current is None:
-            current = self._rounds[number] = _Round(rank, [None] * len(self.members))
-        first = current.works[current.first]
-        if first is not None and first.call.key != call.key:
-            self._mismatch(number, (current.first, first.call), (rank, call))
-        current.works[rank] = work
-        current.count += 1
-        if current.count == len(self.members):
-            del self._rounds[number]
-            works = [work for work in current.works if work is not None]
-            self._carry_out(number, works, run)
+        number = self.sequence[rank] + 1
+        me, work = self._begin(rank, call, number)
+        self.sequence[rank] = number
+        works = self._reached.setdefault(number, {})
+        if works:
+            first, other = next(iter(works.items()))
+            if other.call.key != call.key:
+                self._mismatch(number, (first, other.call), (rank, call))
+        works[rank] = work
+        if len(works) == len(self.members):
+            del self._reached[number]
+            self._carry_out(number, [each for _, each in sorted(works.items())], run)
         self.scheduler.switch(me)
         return work
 
-    def _carry_out(
-        self, number: int, works: list[SimulatedWork], run: Callable[[Sequence[Call]], Results]
-    ) -> None:
+    def _carry_out(self, number: int, works: list[SimulatedWork], run: Collective) -> None:
         calls = [work.call for work in works]
         self._check_splits(number, calls)
         with torch.no_grad():
@@ -330,11 +280,11 @@ class Link:
             self.scheduler.complete(work)
 
     def _check_splits(self, number: int, calls: Sequence[Call]) -> None:
-        if not calls[0].input_splits:
+        if not calls[0].splits:
             return
         for sender, sent in enumerate(calls):
             for receiver, received in enumerate(calls):
-                if sent.input_splits[receiver] != received.output_splits[sender]:
+                if sent.splits[receiver] != received.gets[sender]:
                     self._mismatch(number, (sender, sent), (receiver, received))
 
     def _mismatch(self, number: int | None, one: tuple[int, Call], other: tuple[int, Call]) -> None:
@@ -350,56 +300,40 @@ class Link:
     def missing(self, work: SimulatedWork) -> list[int]:
         """The ranks of the run that the work still needs."""
         if work.number is not None:
-            current = self._rounds.get(work.number)
-            if current is None:
-                return []
-            return [self.members[rank] for rank, there in enumerate(current.works) if there is None]
-        for message in (*self._sends, *self._receives):
-            if message.work is work and message.there is not None:
-                return [self.members[message.there]]
-        return []
+            works = self._reached.get(work.number)
+            absent = () if works is None else set(range(len(self.members))) - works.keys()
+            return [self.members[rank] for rank in sorted(absent)]
+        return [
+            self.members[message.peer]
+            for message in self._messages
+            if message.work is work and message.peer >= 0
+        ]
 
     # ---- messages --------------------------------------------------------------------------------
 
-    def send(self, rank: int, call: Call, destination: int, tag: int) -> SimulatedWork:
-        """Send from one rank; the work is done when the other one receives."""
-        me = self.scheduler.enter(self.members[rank], call.operation)
-        self._note(rank, call)
-        work = SimulatedWork(self, self.members[rank], call, None)
-        message = _Message(work, rank, destination, tag)
-        for receive in self._receives:
-            if receive.here == destination and receive.tag == tag and receive.there in (rank, None):
-                self._receives.remove(receive)
-                self._transfer(message, receive)
-                break
-        else:
-            self._sends.append(message)
-        self.scheduler.switch(me)
-        return work
+    def message(self, rank: int, call: Call, tag: int) -> SimulatedWork:
+        """Send or receive on one rank; the work is done when the counterpart has come.
 
-    def receive(self, rank: int, call: Call, source: int | None, tag: int) -> SimulatedWork:
-        """Receive on one rank; a source of None means any rank."""
-        me = self.scheduler.enter(self.members[rank], call.operation)
-        self._note(rank, call)
-        work = SimulatedWork(self, self.members[rank], call, None)
-        message = _Message(work, rank, source, tag)
-        for send in self._sends:
-            if send.there == rank and send.tag == tag and source in (send.here, None):
-                self._sends.remove(send)
-                self._transfer(send, message)
-                break
+        The root of the call is the peer; -1 if that may be any rank.
+        """
+        me, work = self._begin(rank, call, None)
+        own = _Message(work, rank, call.root, tag)
+        other = next(filter(own.fits, self._messages), None)
+        if other is None:
+            self._messages.append(own)
         else:
-            self._receives.append(message)
+            self._messages.remove(other)
+            self._transfer(*((own, other) if own.is_send else (other, own)))
         self.scheduler.switch(me)
         return work
 
     def _transfer(self, send: _Message, receive: _Message) -> None:
         sent, received = send.work.call, receive.work.call
         if sent.key != received.key:
-            self._mismatch(None, (send.here, sent), (receive.here, received))
+            self._mismatch(None, (send.rank, sent), (receive.rank, received))
         with torch.no_grad():
             write(received.outputs[0], sent.inputs[0].clone())
-        receive.work.source = send.here
+        receive.work.source = send.rank
         self.scheduler.complete(send.work)
         self.scheduler.complete(receive.work)
 
@@ -414,7 +348,7 @@ class Links:
         issued: for each rank of the run that has an entry, its calls since the entry was made.
     """
 
-    def __init__(self, scheduler: RunScheduler) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.issued: dict[int, list[Issued]] = {}
         self.all: list[Link] = []

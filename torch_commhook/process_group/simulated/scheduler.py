@@ -7,8 +7,8 @@ order of events.
 Each thread has a lock of its own that it waits for, and the running thread releases that of the
 next. When no thread can continue, the scheduler knows why each waits.
 
-The ranks of a group share a ``Link`` (``process_group/simulated/link.py``). The last rank to reach
-a collective carries it out for all (``simulated/data.py``), on the tensors of the others. The
+The ranks of a group share a ``Link`` (``link.py``). The last rank to reach a collective carries it
+out for all (``data.py``), on the tensors of the others. The
 arguments that must agree are compared when the second rank comes. A Future is completed on its own
 rank's thread, when that runs next, because its callbacks see that rank's ``torch.distributed``.
 
@@ -25,7 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from typing import Any
 
 READY, WAITS, ASKS, AWAY, ENDED = "ready", "waits", "asks", "away", "ended"
 
@@ -49,7 +49,7 @@ class DeadlockError(RuntimeError):
         >>> run_ranks(lambda rank: rank == 0 and dist.barrier(), 2)
         Traceback (most recent call last):
             ...
-        torch_commhook.testing.scheduler.DeadlockError: run_ranks: no rank can go on:
+        torch_commhook...DeadlockError: run_ranks: no rank can go on:
           rank 0 waits for barrier 1 on group '0'; not there: rank 1
           rank 1 has returned
     """
@@ -62,20 +62,27 @@ class RunEndedError(BaseException):
     """
 
 
-class Awaited(Protocol):
-    """An event that a rank can wait for."""
+class Awaited:
+    """An event that a rank can wait for: the base class of all of them.
 
-    is_done: bool
+    Attributes:
+        is_done: whether it has happened.
+        owner: the rank that may wait for it.
+    """
+
+    is_done = False
     owner: int
 
     def describe(self) -> str:
         """Its description, for a report."""
+        raise NotImplementedError
 
     def is_hopeless(self, ended: Collection[int]) -> bool:
         """Whether it can never happen, given the ranks that have ended."""
+        return False
 
     def deliver(self) -> None:
-        """Complete its Future: on the owner's thread, or while the owner is blocked."""
+        """Complete its Future, if it has one: on the owner's thread, or while it is blocked."""
 
 
 class Rank:
@@ -112,9 +119,9 @@ class Rank:
                 return
             done.deliver()
 
-    def holds_incomplete(self) -> bool:
-        """Whether it holds a Future that is still incomplete."""
-        return any(not awaited.is_done for awaited in self.released)
+    def held(self) -> list[Awaited]:
+        """The events of the incomplete Futures that it holds."""
+        return [awaited for awaited in self.released if not awaited.is_done]
 
     def report(self) -> str:
         """Its state, in a few words."""
@@ -124,9 +131,9 @@ class Rank:
             return f"has raised {type(self.error).__name__}: {self.error}"
         if self.awaited is not None:
             return f"waits for {self.awaited.describe()}"
-        waiting = [awaited.describe() for awaited in self.released if not awaited.is_done]
-        if waiting:
-            return f"is blocked outside of Python, and has not got {', '.join(waiting)}"
+        if held := self.held():
+            names = ", ".join(awaited.describe() for awaited in held)
+            return f"is blocked outside of Python, and has not got {names}"
         return "runs"
 
 
@@ -316,7 +323,7 @@ class Scheduler:
             return
         if any(rank.state == AWAY for rank in self.ranks):
             return  # it may continue by itself; the thread that started it checks
-        self._fail(DeadlockError(self._deadlock_report()))
+        self._fail(DeadlockError(self._report("no rank can go on:")))
 
     def _release_one(self) -> bool:
         """Return an incomplete Future to one rank: it may then do what the others wait for."""
@@ -332,15 +339,16 @@ class Scheduler:
             return False
         rank = asking[int(self._random.random() * len(asking))]
         assert rank.awaited is not None
-        rank.released = [awaited for awaited in rank.released if not awaited.is_done]
-        rank.released.append(rank.awaited)
+        rank.released = [*rank.held(), rank.awaited]
         rank.awaited, rank.state = None, READY
         self._ready.append(rank)
         return True
 
-    def _deadlock_report(self) -> str:
-        lines = [f"rank {rank.number} {rank.report()}" for rank in self.ranks]
-        return "run_ranks: no rank can go on:\n  " + "\n  ".join(lines)
+    def _report(self, said: str, besides: Rank | None = None) -> str:
+        """A text with the states of the ranks."""
+        ranks = [rank for rank in self.ranks if rank is not besides]
+        states = [f"rank {rank.number} {rank.report()}" for rank in ranks]
+        return "\n  ".join([f"run_ranks: {said}", *states])
 
     def _fail(self, error: BaseException) -> None:
         if self.failure is not None:
@@ -465,10 +473,14 @@ class Scheduler:
                 continue
             before, used = used, rank.processor_time()
             idle = idle + 1 if used == before else 0
-            if idle >= _IDLE_LOOKS and rank.holds_incomplete() and not rank.inside:
+            if idle >= _IDLE_LOOKS and rank.held() and not rank.inside:
                 self._step_around(rank, lost=idle >= _LOST_LOOKS)
             elif now - since > self._timeout:
-                self._step_in(TimeoutError(self._timeout_report(rank)))
+                said = (
+                    f"rank {rank.number} has run for {self._timeout:g} s and neither ended nor "
+                    "reached a collective"
+                )
+                self._step_in(TimeoutError(self._report(said, besides=rank)))
 
     def _step_around(self, rank: Rank, lost: bool) -> None:
         """Let others run if possible: a rank holds an incomplete Future and is blocked."""
@@ -479,7 +491,7 @@ class Scheduler:
             elif self._running is not None or not lost:
                 return
             if lost and not self._ready:
-                self._fail(DeadlockError(self._deadlock_report()))
+                self._fail(DeadlockError(self._report("no rank can go on:")))
             chosen = self._choose(self._ready)
         if self.failure is not None:
             self._let_go()
@@ -497,13 +509,3 @@ class Scheduler:
             chosen = self._choose(self._ready)
         self._let_go()
         self._start(chosen)
-
-    def _timeout_report(self, stuck: Rank) -> str:
-        lines = [f"rank {rank.number} {rank.report()}" for rank in self.ranks if rank is not stuck]
-        return "\n  ".join(
-            [
-                f"run_ranks: rank {stuck.number} has run for {self._timeout:g} s and neither ended "
-                "nor reached a collective",
-                *lines,
-            ]
-        )
