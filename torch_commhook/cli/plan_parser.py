@@ -515,22 +515,17 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_sharded_options(parser: argparse.ArgumentParser) -> None:
-    for name in ("parallel", "shards", "shard_hook", "weights"):
-        field = TrainConfig.__dataclass_fields__[name]
-        settings = dict(field.metadata["option"])
-        if name in ("shard_hook", "weights"):
-            settings["type"] = _unless_none
-        parser.add_argument(option_of(name), default=field.default, **settings)
-    parser.add_argument(
-        "--bucket-cap-mb",
-        type=number_of("MiB", 1e-3, 1e5),
-        nargs="+",
-        metavar="MIB",
-        help=(
-            "with ddp: sizes of the buckets, in the order in which the backward fills them; the "
-            f"last size is for all later buckets ({' '.join(f'{cap:g}' for cap in BUCKET_CAPS_MB)})"
-        ),
-    )
+    caps = " ".join(f"{cap:g}" for cap in BUCKET_CAPS_MB)
+    own: dict[str, dict[str, Any]] = {
+        "parallel": {"default": "ddp"},
+        "shards": {},
+        "shard_hook": {"type": _unless_none},
+        "weights": {"type": _unless_none},
+        "bucket_cap_mb": {"help": f"with ddp: sizes of the buckets, as those of train ({caps})"},
+    }
+    for name, settings in own.items():
+        shared = TrainConfig.__dataclass_fields__[name].metadata["option"]
+        parser.add_argument(option_of(name), **(shared | settings))
     parser.add_argument(
         "--reshard-after-forward",
         type=_resharding,
