@@ -17,10 +17,9 @@ from torch_commhook import _C
 from torch_commhook.attachment import ddp_results
 from torch_commhook.attachment.ddp_results import NO_BACKWARD, DdpResults
 from torch_commhook.attachment.parameters import WatchedParameters, trainable
-from torch_commhook.attachment.road import Road, WholeReplica
+from torch_commhook.attachment.road import Road
 from torch_commhook.attachment.training_state import BeforeForward
 from torch_commhook.buckets.grad_bucket import assign_buckets, hook_on_bucket, split_by_kind
-from torch_commhook.collectives.agreement import agree
 from torch_commhook.collectives.futures import UsedTensors
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory.bucket_memory import BucketWithMemory
@@ -28,11 +27,6 @@ from torch_commhook.metrics import BucketTraffic
 from torch_commhook.native.runtime import left_to_python
 from torch_commhook.step.attached_hook import DRAIN_SECONDS, Attached
 from torch_commhook.step.step_group import StepGroup, check_is_free
-
-_MakeSuccessor = Callable[
-    [DistributedDataParallel, list[tuple[str, Tensor]], StepGroup, list[bool]], Road
-]
-
 
 #: Compiled code finds an object by a string key.
 _roads: weakref.WeakValueDictionary[str, DdpRoad] = weakref.WeakValueDictionary()
@@ -63,7 +57,7 @@ def _delivery(model: DistributedDataParallel) -> str:
     return "buffer" if model.gradient_as_bucket_view else "write"
 
 
-class DdpRoad:
+class DdpRoad(Road):
     """The communication hook that DDP's reducer calls; it calls the hook attached at the moment.
 
     A reducer accepts one communication hook in its life. This one stays registered. Without an
@@ -72,21 +66,16 @@ class DdpRoad:
     Args:
         model: the DDP model.
         group: its ranks.
-        make_successor: makes the road that replaces this one. Its arguments: the model, the names
-            and parameters to average, the ranks, and the parameters that backward passes under
-            ``no_sync()`` have used since the last step.
     """
 
-    def __init__(
-        self, model: DistributedDataParallel, group: StepGroup, make_successor: _MakeSuccessor
-    ) -> None:
-        self._make_successor = make_successor
+    model: Callable[[], DistributedDataParallel | None]
+
+    def __init__(self, model: DistributedDataParallel, group: StepGroup) -> None:
+        super().__init__(model)
         self._group = group
         named = trainable(model)
         self._device = named[0][1].device
         self._used: list[UsedTensors | None] = []  # for each bucket of this backward
-        #: The road that has replaced this one.
-        self.successor: Road | None = None
         self._attached: Attached | None = None
         self._running: Attached | None = None  # the hook of this backward
         self._is_first = True  # whether this backward's next bucket is its first
@@ -95,7 +84,6 @@ class DdpRoad:
         self._seen_in_forward = False  # whether parameters were checked since the last backward
         self._key = str(id(self))
         _roads[self._key] = self
-        self._then: list[Callable[[], None]] = []
         self._plain = allreduce()
         self._buckets: dict[int, BucketWithMemory] = {}
         self._loaded: list[list[str]] = []  # names by bucket, from a loaded memory
@@ -138,15 +126,6 @@ class DdpRoad:
     def check_fits(self, attached: Attached) -> None:
         """Accept any hook: DDP averages whole gradients."""
 
-    @property
-    def parents(self) -> list[dist.ProcessGroup]:
-        """The user's process group."""
-        return [self.group.parent]
-
-    def agree(self, what: str, error: Exception | None, settings: dict[str, object]) -> None:
-        """Raise on all ranks if one fails or settings differ; see :func:`agree`."""
-        agree(self.group.parent, what, error, settings, self.group.all_alike)
-
     def parameter_buckets(self) -> list[list[Tensor]]:
         """The parameters of each bucket, in order.
 
@@ -171,11 +150,6 @@ class DdpRoad:
         assigned = assign_buckets(parameters, [False] * len(parameters), model.bucket_bytes_cap)
         return [[parameters[i] for i in members] for members in assigned]
 
-    @property
-    def replica(self) -> WholeReplica:
-        """This rank's copy of the model."""
-        return WholeReplica(self.model, self.parameter_buckets, self.group)
-
     def _loaded_buckets(self, parameters: list[Tensor]) -> list[list[Tensor]]:
         """The loaded memory's buckets; none if they do not cover all parameters."""
         names = None if self._attached is None else self._attached.memory.names_of(parameters)
@@ -188,9 +162,6 @@ class DdpRoad:
             for parameters in loaded
             for places in split_by_kind(parameters)
         ]
-
-    #: A running backward ends with DDP's own reducer.
-    is_closing = False
 
     @property
     def attached(self) -> Attached | None:
@@ -437,20 +408,9 @@ class DdpRoad:
             where = hook_on_bucket(attached.name, index, bucket.bucket_count())
             attached.stages.done(bucket, where)
 
-    def after_backward(self, then: Callable[[], None]) -> None:
-        """Call ``then`` when no backward of the last hook is running."""
-        self._then.append(then)
-        if self._running is None:
-            self._do_then()
-
-    def _do_then(self) -> None:
-        while self._then:
-            self._then.pop()()
-
     @property
-    def is_alive(self) -> bool:
-        """Whether the model still exists."""
-        return self.model() is not None
+    def _is_running(self) -> bool:
+        return self._running is not None
 
     @torch.inference_mode(False)
     def hand_over(self) -> bool:
@@ -483,9 +443,13 @@ class DdpRoad:
         used_before = _used_before(model, named)
         if self._group.epoch != self._averaged_epoch:  # a failed step has left different gradients
             used_before = [True] * len(named)
-        self.successor = self._make_successor(model, named, self._group, used_before)
+        # Imports torch's compiler, which takes seconds, and which a hook on DDP does not need.
+        from torch_commhook.attachment.reducer_road import ReducerRoad
+
+        self.successor = successor = ReducerRoad.of_ddp(model, named, self._group)
+        successor.reducer.use.set_before(used_before)
         attached, self.attached = self.attached, None
-        self.successor.attached = attached
+        successor.attached = attached
         try:
             attached.choose_before_capture()
         except BaseException as error:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from torch_commhook.attachment.elastic import ElasticTraining
 from torch_commhook.attachment.local_state import (
     Round,
     agree_on_anchors,
@@ -28,7 +29,6 @@ from torch_commhook.attachment.local_state import (
 )
 from torch_commhook.attachment.parameter_exchange import (
     BackgroundExchange,
-    ExchangeSurvivors,
     ParameterExchange,
     RepeatableExchange,
 )
@@ -140,9 +140,9 @@ class LocalSteps:
         return self._road().replica
 
     @property
-    def _survivors(self) -> ExchangeSurvivors | None:
+    def _training(self) -> ElasticTraining | None:
         """The ranks, with ``elastic``; else None."""
-        return getattr(self._road(), "elastic", None)
+        return self._road().elastic
 
     def _by_name(self) -> dict[str, Tensor]:
         """The parameters that still exist, as the hook's memory has them."""
@@ -206,9 +206,9 @@ class LocalSteps:
 
     def _give_state(self) -> None:
         """Send new ranks their state, before the first step after an exchange."""
-        survivors = self._survivors
-        if survivors is not None:
-            survivors.give_state()
+        training = self._training
+        if training is not None:
+            training.new_ranks.give()
 
     def count_optimizer_step(self, parameters: frozenset[int]) -> None:
         """Note that an optimizer has stepped parameters with these ids."""
@@ -247,9 +247,9 @@ class LocalSteps:
         stats.gradient_bytes += self._gradient_bytes
         if self._background is not None:
             self._background.steps += 1
-        survivors = self._survivors
-        if survivors is not None:
-            survivors.count_local_step()
+        training = self._training
+        if training is not None:
+            training.count_local_step()
         self._is_counted = True
         self.is_open = False
         self._stepped.clear()
@@ -343,7 +343,7 @@ class LocalSteps:
         background = self._background
         if background is not None and background.steps >= self.hook.delay:
             self._end_background(background)
-            if self._survivors is not None:
+            if self._training is not None:
                 return  # new ranks get their state before the next step
         if self._background is not None or not self._round.is_due:
             return
@@ -356,7 +356,7 @@ class LocalSteps:
             self._replica,
             fragment,
             began_at=self._round.steps,
-            keeps_all=self._survivors is not None,
+            keeps_all=self._training is not None,
         )
         self._background = begun
         begun.begin(self._attached, self._pieces(fragment), self._agree_on_anchors)
@@ -386,9 +386,9 @@ class LocalSteps:
             BaseException: the ranks do not know the outcome; they end the exchange after the next
                 step.
         """
-        survivors = self._survivors
-        if survivors is not None:
-            self._end_among(survivors, background, lets_in=not at_the_end)
+        training = self._training
+        if training is not None:
+            self._end_among(training, background, lets_in=not at_the_end)
             return
         replica = self._replica
         background.settle()
@@ -397,25 +397,29 @@ class LocalSteps:
         if background.failure is not None:
             self._round.repeat(background.fragment, background.began_at + background.steps)
             raise background.failure
-        assert background.means is not None
         replica.drop_copies()
+        self._move_by(background)
+
+    def _move_by(self, background: BackgroundExchange) -> None:
+        """Move the parameters by the means of an exchange that has ended."""
+        assert background.means is not None
         for memory in self._pieces(background.fragment):
             means = [background.means[name] for name in memory.names or ()]
             self.hook.move(memory, means, mix=self.hook.mix)
         self._have_moved(background.traffic)
 
     def _end_among(
-        self, survivors: ExchangeSurvivors, background: BackgroundExchange, *, lets_in: bool
+        self, training: ElasticTraining, background: BackgroundExchange, *, lets_in: bool
     ) -> None:
         """End an exchange among ranks that come and go; as :meth:`_end_background`.
 
         The ranks agree on the outcome. If the exchange has failed on one of them, or a rank is lost
         meanwhile, all exchange the fragment again at once.
         """
-        survivors.stop_clock()
+        training.stop_clock()
         background.settle()
         self._background = None
-        fragment, why = background.fragment, RuntimeError("the exchange failed on another rank")
+        why = RuntimeError("the exchange failed on another rank")
 
         def has_failed() -> bool:
             failed = self._replica.on_any_rank(background.failure is not None)
@@ -424,22 +428,21 @@ class LocalSteps:
                 self._agree_on_anchors()
             return failed
 
-        repeatable = RepeatableExchange(self._attached, survivors, lambda: self._replica.group)
-        exchanged = repeatable.run(
-            lambda: self._pieces(fragment),
+        def move(repeated: ParameterExchange | None) -> None:
+            if repeated is None:
+                self._move_by(background)
+            else:
+                repeated.move(mix=self.hook.mix)
+                self._have_moved(repeated.traffic)
+
+        RepeatableExchange(
+            self._attached,
+            training,
+            lambda: self._pieces(background.fragment),
             has_failed,
-            before_repeat=lambda: background.fail_if(why),
-        )
-        if exchanged is not None:
-            exchanged.move(mix=self.hook.mix)
-            self._have_moved(exchanged.traffic)
-        else:
-            assert background.means is not None
-            for memory in self._pieces(fragment):
-                means = [background.means[name] for name in memory.names or ()]
-                self.hook.move(memory, means, mix=self.hook.mix)
-            self._have_moved(background.traffic)
-        repeatable.end(lets_in=lets_in)
+            move,
+            undone=lambda: background.fail_if(why),
+        ).run(lets_in=lets_in)
 
     def _exchange(self, fragment: int | None = None, *, at_the_end: bool = False) -> None:
         """Average the ranks' distances from the anchor, and move the parameters by the mean.
@@ -461,20 +464,26 @@ class LocalSteps:
             self._agree_on_anchors()
             return not at_the_end or self._replica.on_any_rank(self._is_apart())
 
-        survivors = self._survivors
-        if survivors is None:
-            exchange = ParameterExchange(self._attached, self._replica.group)
-            if exchange.run(self._replica, self._pieces(fragment), is_wanted, unsent=unsent):
+        def move(exchange: ParameterExchange | None) -> None:
+            if exchange is not None:
                 exchange.move(unsent=unsent, mix=0.0 if at_the_end else self.hook.mix)
                 self._have_moved(exchange.traffic, together=at_the_end)
+
+        training = self._training
+        if training is None:
+            exchange = ParameterExchange(self._attached, self._replica.group)
+            if exchange.run(self._replica, self._pieces(fragment), is_wanted, unsent=unsent):
+                move(exchange)
             return
-        repeatable = RepeatableExchange(self._attached, survivors, lambda: self._replica.group)
-        exchanged = repeatable.run(lambda: self._pieces(fragment), is_wanted, unsent=unsent)
-        if exchanged is not None:
-            exchanged.move(unsent=unsent, mix=0.0 if at_the_end else self.hook.mix)
-            self._have_moved(exchanged.traffic, together=at_the_end)
-        # Not in synchronize(): the new rank would call it too, after the others have finished it.
-        repeatable.end(lets_in=not at_the_end)
+        # In synchronize() no rank may join: it would call it too, after the others have finished.
+        RepeatableExchange(
+            self._attached,
+            training,
+            lambda: self._pieces(fragment),
+            is_wanted,
+            move,
+            unsent=unsent,
+        ).run(lets_in=not at_the_end)
 
     def _have_moved(self, traffic: list[BucketTraffic], *, together: bool = False) -> None:
         """Note that an exchange has written the parameters.

@@ -17,12 +17,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_commhook import _C
+from torch_commhook.attachment.elastic import ElasticTraining, RepeatableStep
 from torch_commhook.attachment.road import Replica
 from torch_commhook.buckets.grad_bucket import (
     GradBucket,
@@ -31,8 +32,7 @@ from torch_commhook.buckets.grad_bucket import (
     scaled_result,
 )
 from torch_commhook.collectives.futures import set_error, set_outcome
-from torch_commhook.collectives.issuing import begin_maximum, issue_all_reduce
-from torch_commhook.collectives.plain import broadcast
+from torch_commhook.collectives.issuing import issue_all_reduce
 from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.local_sgd import local_sgd
 from torch_commhook.hooks.mean import allreduce
@@ -496,161 +496,82 @@ def _bucket_of(
 # ---- an exchange of local steps that the remaining ranks repeat when a rank is lost --------------
 
 
-class ExchangeSurvivors(Protocol):
-    """The ranks of a training. They may change between exchanges."""
-
-    def give_state(self) -> None:
-        """Send new ranks their state, if this rank is the sender."""
-
-    def count_local_step(self) -> None:
-        """Count a step that this rank has taken on its own."""
-
-    def stop_clock(self) -> None:
-        """Stop measuring this rank's time: it waits for others from now on."""
-
-    def note(self) -> Tensor:
-        """This rank's message to the others: uint8, flat. All ranks get the elementwise maximum."""
-
-    def packed_buffers(self) -> Tensor | None:
-        """The bytes of the model's buffers, or None. All ranks take the first rank's."""
-
-    def unpack_buffers(self, sent: Tensor) -> None:
-        """Write the buffers of the first rank."""
-
-    def go_on(self, error: BaseException, *, has_results: bool) -> bool:
-        """Agree with the other ranks on who continues; as :meth:`Survivors.go_on`."""
-
-    def exchange_ended(self, note: Tensor | None, *, lets_in: bool) -> bool:
-        """Count an exchange; as :meth:`Survivors.step_ended`.
-
-        Args:
-            note: as there.
-            lets_in: whether new ranks may join now.
-        """
-
-    def use_group(self) -> None:
-        """Communicate among the remaining ranks."""
-
-
-class RepeatableExchange:
+class RepeatableExchange(RepeatableStep):
     """An exchange that moves no parameter until all ranks have all means.
 
     Args:
         attached: the hook, a :class:`local_sgd`.
-        survivors: the ranks.
-        group: returns the present group of the ranks.
+        training: the ranks.
+        memories: returns the hook's memory of the buckets, which depends on the ranks.
+        is_wanted: returns whether there are distances to average. Called on all ranks.
+        move: moves the parameters, once all ranks have the means; gets the exchange with its means,
+            or None if there was nothing to average.
+        unsent: as for :meth:`ParameterExchange.send`.
+        undone: called when the exchange has failed, before the ranks change and repeat it.
     """
 
     def __init__(
         self,
         attached: Attached,
-        survivors: ExchangeSurvivors,
-        group: Callable[[], StepGroup],
-    ) -> None:
-        self._attached = attached
-        self._survivors = survivors
-        self._group = group
-        self._has_results = False
-        self._wanted = False
-        self._has_changed = False  # whether the ranks have changed since the means arrived
-        self._note: Tensor | None = None
-        self._buffers: Tensor | None = None
-
-    def run(
-        self,
+        training: ElasticTraining,
         memories: Callable[[], Sequence[BucketMemory]],
         is_wanted: Callable[[], bool],
+        move: Callable[[ParameterExchange | None], None],
         *,
         unsent: bool = False,
-        before_repeat: Callable[[], None] = lambda: None,
-    ) -> ParameterExchange | None:
-        """Average the distances among the remaining ranks.
-
-        Args:
-            memories: returns the hook's memory of the buckets, which depends on the ranks.
-            is_wanted: returns whether there are distances to average. Called on all ranks.
-            unsent: as for :meth:`ParameterExchange.send`.
-            before_repeat: called before the ranks change and repeat the exchange.
-
-        Returns:
-            The exchange with its means; None if there was nothing to average.
-
-        Raises:
-            BaseException: this rank does not continue. Its parameters are unchanged.
-        """
-        self._survivors.give_state()
-        while True:
-            exchange = ParameterExchange(self._attached, self._group(), keeps_all=True)
-            try:
-                self._average(exchange, memories(), is_wanted, unsent=unsent)
-                break
-            except BaseException as error:
-                # First: otherwise the ranks would wait for each other.
-                raised = self._group().fail_with(error)
-                if self._goes_on(exchange, raised, before_repeat):
-                    self._note, self._has_changed = None, True
-                    break
-        return exchange if self._wanted else None
-
-    def _average(
-        self,
-        exchange: ParameterExchange,
-        memories: Sequence[BucketMemory],
-        is_wanted: Callable[[], bool],
-        *,
-        unsent: bool,
+        undone: Callable[[], None] = lambda: None,
     ) -> None:
-        self._has_results = False
-        note, group = self._survivors.note(), self._group()
-        group.begin()
-        self._wanted = is_wanted()
-        if self._wanted:
-            exchange.send(memories, unsent=unsent)
-        # Before this rank reports that it has all means: others may need the rest.
-        maximum = begin_maximum(group.group, note)
-        buffers = self._survivors.packed_buffers()
-        sent = None if buffers is None else broadcast(buffers, src=0, group=group.group)
-        if self._wanted:
-            exchange.receive()
-        self._note = maximum()
-        self._buffers = None if sent is None else sent.wait()
-        self._has_results = True
-        group.end()
+        self.training = training
+        self._group = training.group
+        self._attached = attached
+        self._memories = memories
+        self._is_wanted = is_wanted
+        self._move = move
+        self._unsent = unsent
+        self._undone = undone
+        self._wanted = False
+        self._exchange = ParameterExchange(attached, training.group, keeps_all=True)
 
-    def _goes_on(
-        self,
-        exchange: ParameterExchange,
-        error: BaseException,
-        before_repeat: Callable[[], None],
-    ) -> bool:
-        """Agree on the remaining ranks. Returns whether the exchange counts.
-
-        Raises:
-            BaseException: this rank does not continue.
-        """
-        exchange.drain()
-        try:
-            counts = self._survivors.go_on(error, has_results=self._has_results)
-        except BaseException:
-            exchange.undo()
-            raise
-        if not counts:
-            exchange.undo()
-            before_repeat()
-            self._survivors.use_group()
-        return counts
-
-    def end(self, *, lets_in: bool) -> None:
-        """Count the exchange, once the parameters have moved.
+    def run(self, *, lets_in: bool) -> None:
+        """Average the distances among the remaining ranks, move the parameters, and count it.
 
         Args:
             lets_in: whether new ranks may join now.
 
         Raises:
-            BaseException: this rank does not continue.
+            BaseException: this rank does not continue. Before the move its parameters are
+                unchanged.
         """
-        if self._buffers is not None:
-            self._survivors.unpack_buffers(self._buffers)
-        has_changed = self._survivors.exchange_ended(self._note, lets_in=lets_in)
-        if has_changed or self._has_changed:
-            self._survivors.use_group()
+        self.training.new_ranks.give()
+        try:
+            self.take()
+        except BaseException as error:
+            self.go_on(error)
+        self.apply()
+        self.count(lets_in=lets_in)
+
+    def _send(self) -> Tensor:
+        self._group.begin()
+        self._wanted = self._is_wanted()
+        if self._wanted:
+            self._exchange.send(self._memories(), unsent=self._unsent)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def _receive(self) -> None:
+        if self._wanted:
+            self._exchange.receive()
+
+    def _write_results(self) -> None:
+        self._move(self._exchange if self._wanted else None)
+
+    def drain(self, error: BaseException) -> None:
+        self._exchange.drain()
+
+    def undo(self) -> None:
+        self._exchange.undo()
+        self._undone()
+
+    def repeat(self, group: StepGroup) -> None:
+        self._group = group
+        self._exchange = ParameterExchange(self._attached, group, keeps_all=True)
+        self.take()

@@ -5,17 +5,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 import torch._inductor.config
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_commhook import collectives
-from torch_commhook.attachment.ddp_results import ReducerJoinable
-from torch_commhook.attachment.elastic import ElasticTraining, check_elastic_hook
+from torch_commhook.attachment.elastic import ElasticReducer, ElasticTraining, check_elastic_hook
 from torch_commhook.attachment.parameters import (
     WatchedParameters,
     buffers_of,
@@ -24,9 +25,8 @@ from torch_commhook.attachment.parameters import (
     joined_bytes,
     unpack,
 )
-from torch_commhook.attachment.road import WholeReplica
+from torch_commhook.attachment.road import Road
 from torch_commhook.attachment.training_state import BeforeForward
-from torch_commhook.collectives.agreement import agree
 from torch_commhook.native.runtime import left_to_python
 from torch_commhook.process_group.wrapper import seen_by_cpp
 from torch_commhook.reducer.compiled_step import parameters_changed
@@ -39,7 +39,7 @@ _BROADCAST_BYTES = 250 << 20  # in flight, as in DDP
 _MOST_COPIED_BYTES = 64 << 20
 
 
-class ReducerRoad:
+class ReducerRoad(Road):
     """Averages a model's gradients with our own reducer, while a hook is attached.
 
     Args:
@@ -51,13 +51,7 @@ class ReducerRoad:
         broadcast_buffers: whether rank 0 sends its buffers to all ranks before each training step.
         init_sync: whether rank 0 sends its parameters and buffers to all ranks now.
         elastic: the ranks, if they come and go.
-
-    Attributes:
-        elastic: as given.
     """
-
-    #: No other road replaces this one.
-    successor = None
 
     def __init__(
         self,
@@ -71,7 +65,7 @@ class ReducerRoad:
         init_sync: bool,
         elastic: ElasticTraining | None = None,
     ) -> None:
-        self.model = weakref.ref(model)
+        super().__init__(model)
         self._group = group
         self.elastic = elastic
         init_sync = init_sync and elastic is None  # new ranks get more than parameters
@@ -84,13 +78,15 @@ class ReducerRoad:
         self._sync = True
         self._sync_of_forward: bool | None = None
         self._to_check = parameters  # whether a DDP has them; only the first one after a step
-        self._then: list[Callable[[], None]] = []
         self._buffers_changed = True
         # With elastic, rank 0's buffers are sent at the end of a step, which is repeated as a
         # whole.
         self._broadcast_buffers = broadcast_buffers and self._group.size > 1 and elastic is None
         self._joinable = ReducerJoinable(self)
-        self.reducer = Reducer(
+        make: Callable[..., Reducer] = Reducer
+        if elastic is not None:
+            make = partial(ElasticReducer, elastic)
+        self.reducer = make(
             parameters,
             self._group,
             capacity_bytes=int(bucket_cap_mb * (1 << 20)),
@@ -103,16 +99,12 @@ class ReducerRoad:
             on_captured=self._on_captured,
             on_closed=self._reducer_closed,
         )
-        if elastic is not None:
-            elastic.use(self.reducer)
-            self.reducer.keep_buckets()  # new ranks do not know the order of others' gradients
         self._forward_handle = model.register_forward_pre_hook(BeforeForward(self))
         if isinstance(model, DistributedDataParallel):
             for handle in model._accum_grad_hooks:  # DDP's own, which would average again
                 handle.remove()
             model._accum_grad_hooks.clear()
         _dont_fuse(self)
-        self._closed = False
         # A parameter, its hook in C++, and that hook's reference to the parameter form a cycle that
         # Python's collector does not see.
         self._end = weakref.finalize(model, self._close)
@@ -152,19 +144,6 @@ class ReducerRoad:
         """Use the buckets of a memory that was loaded."""
         self.reducer.memory_loaded(buckets)
 
-    def keep_buckets(self) -> None:
-        """Do not rebuild the buckets any more."""
-        self.reducer.keep_buckets()
-
-    def bucket_names(self) -> list[list[str]]:
-        """The names of each bucket's parameters."""
-        return self.reducer.buckets()
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the model still exists, and :meth:`close` has removed nothing from it."""
-        return not self._closed and self.model() is not None
-
     @property
     def _ddp(self) -> DistributedDataParallel | None:
         model = self.model()
@@ -201,45 +180,19 @@ class ReducerRoad:
         if self.elastic is not None:
             check_elastic_hook(attached)
 
-    @property
-    def parents(self) -> list[dist.ProcessGroup]:
-        """The user's process group."""
-        return [self.group.parent]
-
     def agree(self, what: str, error: Exception | None, settings: dict[str, object]) -> None:
-        """Raise on all ranks if one fails or settings differ; see :func:`agree`."""
         if self.elastic is not None:  # the others are in their steps
             if error is not None:
                 raise error
             return
         try:
-            agree(self.group.parent, what, error, settings, self.group.all_alike)
+            super().agree(what, error, settings)
         finally:
             self._end_first_broadcast()
 
     def parameter_buckets(self) -> list[list[Tensor]]:
         """The parameters of each bucket, in order."""
         return self.reducer.parameter_buckets()
-
-    @property
-    def replica(self) -> WholeReplica:
-        """This rank's copy of the model."""
-        return WholeReplica(self.model, self.parameter_buckets, self.group)
-
-    @property
-    def parent_group(self) -> dist.ProcessGroup:
-        """The process group that the user gave."""
-        return self._group.parent
-
-    @property
-    def rank(self) -> int:
-        """This process's rank in the process group."""
-        return self._group.rank
-
-    @property
-    def device(self) -> torch.device:
-        """The first parameter's device."""
-        return self.reducer.device
 
     def broadcast_from(self, rank: int) -> None:
         """Broadcast one rank's parameters and buffers to all ranks."""
@@ -302,17 +255,9 @@ class ReducerRoad:
         """Whether the last backward is still running."""
         return self._closed and not self.reducer.is_closed
 
-    def after_backward(self, then: Callable[[], None]) -> None:
-        """Call ``then`` once no backward of the last hook is running."""
-        if self.is_closing:
-            self._then.append(then)
-        else:
-            then()
-
     def _reducer_closed(self) -> None:
         self._end.detach()
-        while self._then:
-            self._then.pop()()
+        self._do_then()
         self._to_check = []
         self._watched.clear()
         self._group.close()
@@ -429,6 +374,75 @@ def _fuse_again(road: ReducerRoad) -> None:
     _roads_without_fusion.discard(road)
     if not _roads_without_fusion:
         torch._inductor.config._fuse_ddp_communication = _fusion_before
+
+
+# ---- uneven inputs: a rank without inputs takes part in the others' steps with zeros -------------
+
+
+class ReducerJoinable(Joinable):
+    """Lets ``torch.distributed.algorithms.join.Join`` use a model that has a hook."""
+
+    def __init__(self, road: ReducerRoad) -> None:
+        super().__init__()
+        self.road = road
+        self._notified = False
+
+    @property
+    def enabled(self) -> bool:
+        """Whether a join context is active."""
+        enable: bool = self._join_config.enable
+        return enable
+
+    @property
+    def is_notified(self) -> bool:
+        """Whether the ranks that have joined know about this step."""
+        return self.enabled and self._notified
+
+    def notify(self) -> None:
+        """Notify the ranks that have joined of a step, once."""
+        if self.enabled and not self._notified:
+            self._notified = True
+            Join.notify_join_context(self)
+
+    def take_part(self) -> None:
+        """Take part in a step of which another rank has notified this one, which has joined."""
+        self._notified = True
+
+    def step_ended(self) -> None:
+        """Note that the next step needs a new notification."""
+        self._notified = False
+
+    def common_rank(self, candidate: bool) -> int:
+        """The highest rank among the candidates."""
+        own = self.road.group.rank if candidate else -1
+        rank = torch.tensor([own], dtype=torch.int64, device=self.join_device)
+        dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=self.join_process_group)
+        return int(rank.item())
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return _Shadow(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        return self.road.reducer.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        return self.road.group.parent
+
+
+class _Shadow(JoinHook):
+    def __init__(self, joinable: ReducerJoinable) -> None:
+        self._joinable = joinable
+
+    def main_hook(self) -> None:
+        self._joinable.road.shadow_step()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        joinable = self._joinable
+        joinable._join_config = type(joinable._join_config).construct_disabled_join_config()
+        joinable.step_ended()
+        joinable.road.broadcast_from(joinable.common_rank(is_last_joiner))
 
 
 @torch.compiler.disable

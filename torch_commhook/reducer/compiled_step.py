@@ -12,7 +12,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 import torch._logging
@@ -35,30 +35,45 @@ from torch_commhook.step.step_group import StepGroup, groups_by_name
 # ---- the reducer's interface to compiled autograd ------------------------------------------------
 
 
-class TraceableReducer(Protocol):
-    """The interface of a reducer for compiled code.
+class TracedState:
+    """The part of a reducer that compiled code knows.
 
-    Attributes:
+    Code finds it by its key, and changes its tensors. The changes are visible outside the graph, so
+    a compiler cannot remove them.
+
+    Args:
+        key: the reducer's key.
         parameters: the parameters whose gradients are averaged.
         use: records which of these have got gradients.
+        hooks: the hooks on the parameters that compiled autograd calls.
         change_of_parameters: describes how the parameters have changed since, or returns None.
+
+    Attributes:
+        attached: the reducer's hook.
+        token: float32, one element.
+        used: for each parameter, whether any rank has used it: uint8.
     """
 
-    parameters: ReducerParameters
-    use: ParameterUse
-    change_of_parameters: Callable[[], str | None]
-
-    @property
-    def hooks(self) -> set[Callable[..., None]]:
-        """The hooks on the parameters that compiled autograd calls."""
-
-    @property
-    def attached(self) -> Attached | None:
-        """The hook."""
+    def __init__(
+        self,
+        key: str,
+        parameters: ReducerParameters,
+        use: ParameterUse,
+        hooks: set[Callable[..., None]],
+        change_of_parameters: Callable[[], str | None],
+    ) -> None:
+        self.key = key
+        self.parameters = parameters
+        self.use = use
+        self.hooks = hooks
+        self.change_of_parameters = change_of_parameters
+        self.attached: Attached | None = None
+        self.token = torch.zeros(1, dtype=torch.float32, device="cpu")
+        self.used = torch.zeros(len(parameters), dtype=torch.uint8, device="cpu")
 
 
 #: By key, for compiled code. Keys are text, since Dynamo makes variables of numbers that change.
-reducers: weakref.WeakValueDictionary[str, TraceableReducer] = weakref.WeakValueDictionary()
+reducers: weakref.WeakValueDictionary[str, TracedState] = weakref.WeakValueDictionary()
 
 # Compiled autograd calls hooks through this. Otherwise a graph break would compile it with the hook
 # inside.
@@ -138,7 +153,7 @@ def _group(op: str, name: str) -> StepGroup:
     return group
 
 
-def _reducer(op: str, key: str) -> TraceableReducer:
+def _reducer(op: str, key: str) -> TracedState:
     reducer = reducers.get(key)
     if reducer is None:
         raise ValueError(f"{op}: key must be that of a reducer, got {key!r}")
@@ -230,38 +245,12 @@ def write_missing(
     parameters.write_missing(numbers, gradients, used)
 
 
-@begin_step.register_fake
-def _begin_step_fake(token: Tensor, name: str) -> None:
-    return None
+def _nothing(*arguments: Any) -> None:
+    """The operators' fake: they write to existing tensors, and return nothing."""
 
 
-@leave_out.register_fake
-def _leave_out_fake(
-    used: Tensor, touched: Tensor, missing: list[int], needs_all: bool, key: str
-) -> None:
-    return None
-
-
-@commit_step.register_fake
-def _commit_step_fake(used: Tensor, results: list[Tensor], name: str) -> None:
-    return None
-
-
-@count_step.register_fake
-def _count_step_fake(token: Tensor, results: list[Tensor], traffic: str, key: str) -> None:
-    return None
-
-
-@note_backward.register_fake
-def _note_backward_fake(token: Tensor, key: str) -> None:
-    return None
-
-
-@write_missing.register_fake
-def _write_missing_fake(
-    token: Tensor, used: Tensor, gradients: list[Tensor], numbers: list[int], key: str
-) -> None:
-    return None
+for _operator in (begin_step, leave_out, commit_step, count_step, note_backward, write_missing):
+    _operator.register_fake(_nothing)
 
 
 # ---- a backward of our reducer under compiled autograd, and the traced part of it ----------------
@@ -269,27 +258,6 @@ def _write_missing_fake(
 
 _log = logging.getLogger(__name__)
 _is_compiling = torch.compiler.is_dynamo_compiling
-
-
-class TracedState:
-    """The state of a reducer that compiled code changes.
-
-    The changes are visible outside the graph, so a compiler cannot remove them.
-
-    Args:
-        key: the reducer's key.
-        parameter_count: the number of the reducer's parameters.
-
-    Attributes:
-        key: as given.
-        token: float32, one element.
-        used: for each parameter, whether any rank has used it: uint8.
-    """
-
-    def __init__(self, key: str, parameter_count: int) -> None:
-        self.key = key
-        self.token = torch.zeros(1, dtype=torch.float32, device="cpu")
-        self.used = torch.zeros(parameter_count, dtype=torch.uint8, device="cpu")
 
 
 class CompiledStep(EagerStep):

@@ -73,7 +73,6 @@ from torch_commhook.reducer.parameters import (
     ParameterUse,
     ReducerParameters,
 )
-from torch_commhook.reducer.repeatable_step import Recovery, RepeatableStep
 from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.step_group import RunningBackward, StepGroup
 
@@ -128,7 +127,6 @@ class Reducer:
     Attributes:
         attached: the hook; without one, gradients stay unchanged.
         group: the group of the ranks.
-        recovery: how training continues when ranks are lost; set before the first step.
         device: the first parameter's device.
         parameters: the parameters whose gradients are averaged.
         use: records which of these have got gradients.
@@ -152,21 +150,17 @@ class Reducer:
     ) -> None:
         self._attached: Attached | None = None
         self.group = group
-        self.recovery: Recovery | None = None
         self.parameters = ReducerParameters(named_parameters, sparse)
         self.device = self.parameters.tensors[0].device
         self._should_sync = should_sync
-        self.change_of_parameters = change_of_parameters
         self._in_join = in_join
         self._on_step = on_step
         self._on_captured = on_captured
         self._on_closed = on_closed
         self.key = str(id(self))
-        reducers[self.key] = self
 
         self._eager: EagerBackward | None = None  # if running
         self._compiled: CompiledBackward | None = None  # if running
-        self._traced = TracedState(self.key, len(self.parameters))
         self._closes = False  # at the end of this backward
         self._memory_is_old = False  # buckets have the memory of this backward's hook
         self._begun_count = 0  # the number of backward passes so far
@@ -176,13 +170,11 @@ class Reducer:
         self._hooks = ParameterHooks(self, self.parameters)
         self._arrivals = self._hooks.arrivals
         self.use = ParameterUse(self.parameters, self._arrivals.touched)
+        self._traced = reducers[self.key] = TracedState(
+            self.key, self.parameters, self.use, self._hooks.called, change_of_parameters
+        )
         self._order = BucketOrder(self._arrivals, len(self.parameters))
         self._fill_buckets(self._order.expected)
-
-    @property
-    def hooks(self) -> set[Callable[..., None]]:
-        """The hooks on the parameters that compiled autograd calls."""
-        return self._hooks.called
 
     @property
     def attached(self) -> Attached | None:
@@ -192,16 +184,19 @@ class Reducer:
     @attached.setter
     def attached(self, attached: Attached | None) -> None:
         before, self._attached = self._attached, attached
+        self._traced.attached = attached
         if before is not None and before.keeps_ranks_apart:
             self.use.all_are_own()
-        if attached is not None and self.recovery is not None:
-            self.recovery.go_on_between_steps()
-        elif attached is not None:
-            attached.use_group(self.group, self.device)
+        if attached is not None:
+            self._connect_hook(attached)
         if self._is_under_way():  # that backward continues with its own hook's memory
             self._memory_is_old = True
         else:
             self._buckets.prepare_memory(attached)
+
+    def _connect_hook(self, attached: Attached) -> None:
+        """Set the group through which a hook communicates."""
+        attached.use_group(self.group, self.device)
 
     # ---- buckets ---------------------------------------------------------------------------------
 
@@ -445,11 +440,6 @@ class Reducer:
 
         Python sees no more of it: the compiler knows the hook's memory as tensors only.
         """
-        if self.recovery is not None:
-            raise RuntimeError(
-                "torch_commhook: with elastic, backward must be eager, but compiled autograd was "
-                "enabled"
-            )
         if self._eager is not None or self._compiled is not None:  # ended by an exception
             self._abandon()
         try:
@@ -482,12 +472,7 @@ class Reducer:
         return None
 
     def _step(self, attached: Attached) -> EagerStep:
-        parts = attached, self._buckets.all, self.parameters, self.use, self.group
-        if self.recovery is None or attached.keeps_ranks_apart:
-            return EagerStep(*parts)
-        step = RepeatableStep(*parts)
-        step.survives_with(self.recovery.survivors)
-        return step
+        return EagerStep(attached, self._buckets.all, self.parameters, self.use, self.group)
 
     def _begin_step(self, step: EagerStep) -> None:
         try:
@@ -506,16 +491,20 @@ class Reducer:
             step.finish()
             self._agree_on_order(step.attached)
         except BaseException as error:
-            if self.recovery is None or not isinstance(step, RepeatableStep):
-                self._abort(step, error)
-            self.recovery.go_on(step, error)
+            self._failed(step, error)
         # The ranks have agreed on the step: later errors concern this rank only.
         try:
             step.run_post_accumulate_hooks()
         finally:
-            self._step_ended()
-            if self.recovery is not None and isinstance(step, RepeatableStep):
-                self.recovery.count(step)
+            self._finished(step)
+
+    def _failed(self, step: EagerStep, error: BaseException) -> None:
+        """End the backward of a step that has failed, and raise; or repeat the step."""
+        self._abort(step, error)
+
+    def _finished(self, step: EagerStep) -> None:
+        """Note that a step counts, and that this rank has written its results."""
+        self._step_ended()
 
     def _agree_on_order(self, attached: Attached) -> None:
         """Agree on the order in which buckets are rebuilt, if they will be.
@@ -542,21 +531,6 @@ class Reducer:
             self._order.settle()
             self._fill_buckets(order)
 
-    def use_group(self, group: StepGroup) -> None:
-        """Continue among other ranks. No step is open, or one that is to be repeated."""
-        self.group = group
-        if self._attached is not None:
-            self._attached.use_group(group, self.device)
-        self.change_memory()
-
-    def change_memory(self) -> None:
-        """Give the hook its memory among the present ranks."""
-        assert self.recovery is not None
-        attached, averaged = self._attached, self.recovery.survivors.averaged
-        if attached is not None:
-            attached.memory.change_ranks(self.group.rank, self.group.size, averaged=averaged)
-        self._buckets.prepare_memory(attached)
-
     # ---- failure ---------------------------------------------------------------------------------
 
     def _abort(self, step: EagerStep | None, error: BaseException) -> NoReturn:
@@ -573,10 +547,6 @@ class Reducer:
             step.drop()
         self._reset()
         raise raised
-
-    def forget_step(self) -> None:
-        """Forget the running backward: its step has failed."""
-        self._reset()
 
     def _abandon(self) -> None:
         """Forget a backward that an exception has ended."""

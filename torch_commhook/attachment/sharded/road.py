@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NoReturn
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_commhook import _C
+from torch_commhook.attachment.road import Road
 from torch_commhook.attachment.sharded import fsdp
 from torch_commhook.attachment.sharded.fsdp import (
     check_backward,
@@ -109,7 +110,7 @@ def count_unit(
 # ---- runs a hook on a model whose parameters fully_shard has sharded -----------------------------
 
 
-class ShardedRoad:
+class ShardedRoad(Road):
     """A model with ``fully_shard`` whose collectives the library replaces while a hook is attached.
 
     On a mesh of one dimension the hook takes part in the reduce-scatters. On a mesh of two
@@ -121,21 +122,15 @@ class ShardedRoad:
         weights: the codec for gathered parameters; None gathers them uncompressed.
     """
 
-    #: No other road replaces this one.
-    successor = None
-
     def __init__(self, model: nn.Module, units: list[Unit], weights: Codec | None) -> None:
-        self.model = weakref.ref(model)
+        super().__init__(model)
         self._all_units = units
         self._units = [unit for unit in units if unit.parameters]
         self._attached: Attached | None = None
         #: The hook of the reduce-scatters; on a mesh of one dimension the attached hook.
         self.shard_attached: Attached | None = None
         self._reducing: Unit | None = None
-        self._then: list[Callable[[], None]] = []
         first = units[0].group
-        self._shard_group = fsdp.scatter_group(first) or fsdp.shard_group(first)
-        self._replica_group = fsdp.replica_group(first)
         self.device: torch.device = first.device
         self._forget: weakref.finalize[..., Any] | None = None
         self._counted: list[Attached] = []  # in this step
@@ -143,32 +138,34 @@ class ShardedRoad:
         self._has_hooks = False  # in this step
         self._step = ShardedStep(
             process_groups(units),
-            self._replica_group,
+            fsdp.replica_group(first),
             self._step_begins,
             self._under_way,
             self._step_done,
         )
+        # The ranks with other shards, and those with the same ones.
+        self._shards = self._step.group_of(fsdp.scatter_group(first) or fsdp.shard_group(first))
+        self._replicas = self._step.group_of(fsdp.replica_group(first))
         self._gathers = Gathers(self._step, weights, fsdp.shard_group(first))
         self._roots = Roots(self._step, self._backward_ends)
         self._take_over()
-        self._closed = False
         self._members = _C.module_members(model)
         self._forward_handles = [register_first(model, BeforeForward(self))]
 
     # ---- replacements of fully_shard's own collectives -------------------------------------------
 
     def _take_over(self) -> None:
-        gather = AllGather(self)
+        gather = AllGather(self.all_gather, self._gathers.wait)
         stand_in = None
         model = self.model()
         assert model is not None
         self._roots.listen_to(model)
-        if self._replica_group is not None:
-            stand_in = ReplicaGroup(self._replica_group, self)
+        if self._replicas is not None:
+            stand_in = ReplicaGroup(self._replicas.parent, self.all_reduce)
             self._forget = weakref.finalize(self, stand_in.forget)
             self._forget.atexit = False
         for unit in self._all_units:
-            unit.take_over(gather, ReduceScatter(self, unit.number))
+            unit.take_over(gather, ReduceScatter(partial(self.reduce_scatter, unit)))
             fsdp.set_post_backward(unit.group, partial(self.post_backward, unit))
             if stand_in is not None:
                 fsdp.set_replica_group(unit.group, stand_in)
@@ -178,8 +175,8 @@ class ShardedRoad:
             unit.give_back()
             if unit.group is not None:
                 fsdp.set_post_backward(unit.group, None)
-                if self._replica_group is not None:
-                    fsdp.set_replica_group(unit.group, self._replica_group)
+                if self._replicas is not None:
+                    fsdp.set_replica_group(unit.group, self._replicas.parent)
         if self._forget is not None:
             self._forget()
 
@@ -204,18 +201,16 @@ class ShardedRoad:
         finally:
             self._reducing = before
 
-    def reduce_scatter(self, number: int, out: Tensor, tensor: Tensor, op: fsdp.ReduceOp) -> None:
+    def reduce_scatter(self, unit: Unit, out: Tensor, tensor: Tensor, op: fsdp.ReduceOp) -> None:
         """Sum a unit's gradients over the shards' ranks.
 
         Raises:
             PeerError: it failed on another rank.
             Exception: the hook raised it.
         """
-        assert self._shard_group is not None
-        unit, attached = self._units[-1 - number], self.shard_attached
-        self._step.before_reduction()
-        step_group = self._step.group_of(self._shard_group)
+        step_group, attached = self._shards, self.shard_attached
         assert step_group is not None
+        self._step.before_reduction()
         group = step_group.group_for(tensor.device)
         scale = unit.scale(op, group.size())
         meter = WireMeter()
@@ -272,7 +267,7 @@ class ShardedRoad:
 
     def _may_go_on(self, unit: Unit, op: object, dtype: torch.dtype, group: StepGroup) -> bool:
         """Whether an exchange may end with the backward: nothing needs its result earlier."""
-        is_last = self._replica_group is None or group.parent is self._replica_group
+        is_last = self._replicas is None or group is self._replicas
         return is_last and not self._has_hooks and fsdp.is_written_last(unit.group, op, dtype)
 
     def all_reduce(self, tensor: Tensor, options: dist.AllreduceOptions) -> None:
@@ -282,11 +277,9 @@ class ShardedRoad:
             PeerError: it failed on another rank.
             Exception: the hook raised it.
         """
-        unit, attached = self._reducing, self._attached
-        assert self._replica_group is not None
-        self._step.before_reduction()
-        step_group = self._step.group_of(self._replica_group)
+        unit, attached, step_group = self._reducing, self._attached, self._replicas
         assert step_group is not None
+        self._step.before_reduction()
         group = step_group.group_for(tensor.device)
         op: Any = options.reduceOp
         try:
@@ -359,10 +352,6 @@ class ShardedRoad:
             self._attached.stats.bytes_gathered += bytes_sent
         return future
 
-    def wait_for_gather(self, future: torch.futures.Future[Tensor]) -> None:
-        """Wait for the Future of :meth:`all_gather`."""
-        self._gathers.wait(future)
-
     def _count(self, attached: Attached, unit: Unit, traffic: Any) -> None:
         first = attached not in self._counted
         self._counted.append(attached)
@@ -386,8 +375,7 @@ class ShardedRoad:
         if self._roots.are_in_backward:
             return
         self._step.end()
-        while self._then:
-            self._then.pop()()
+        self._do_then()
 
     def _step_done(self) -> None:
         for attached in self._all_attached():
@@ -441,10 +429,8 @@ class ShardedRoad:
     @attached.setter
     def attached(self, attached: Attached | None) -> None:
         if attached is not None:
-            attached.use_group(self.group, self.device)
-            self._prepare(attached)
-            warn_of_memory(attached)
-        if self._replica_group is None:
+            self._prepare_in(self.group, attached)
+        if self._replicas is None:
             self.shard_attached = attached
         self._attached = attached
         self._step.keeps_apart = attached is not None and attached.keeps_ranks_apart
@@ -453,13 +439,15 @@ class ShardedRoad:
 
     def use_shard_hook(self, attached: Attached) -> None:
         """Let a hook take part in the reduce-scatters, beside the one across replicas."""
-        assert self._shard_group is not None
-        group = self._step.group_of(self._shard_group)
-        assert group is not None
+        assert self._shards is not None
+        self._prepare_in(self._shards, attached)
+        self.shard_attached = attached
+
+    def _prepare_in(self, group: StepGroup, attached: Attached) -> None:
+        """Let a hook communicate through a group, and ask for its memory."""
         attached.use_group(group, self.device)
         self._prepare(attached)
         warn_of_memory(attached)
-        self.shard_attached = attached
 
     def _prepare(self, attached: Attached) -> None:
         """Let a hook ask for its memory of all parameters before the first step."""
@@ -476,9 +464,7 @@ class ShardedRoad:
     @property
     def group(self) -> StepGroup:
         """The group through which the hook communicates: across replicas, or among shards."""
-        parent = self._shard_group if self._replica_group is None else self._replica_group
-        assert parent is not None
-        group = self._step.group_of(parent)
+        group = self._replicas or self._shards
         assert group is not None
         return group
 
@@ -500,10 +486,6 @@ class ShardedRoad:
         return None if self._attached is None else self._attached.memory
 
     @property
-    def is_alive(self) -> bool:
-        return not self._closed and self.model() is not None
-
-    @property
     def is_closing(self) -> bool:
         return self._closed and self._step.is_open
 
@@ -521,12 +503,6 @@ class ShardedRoad:
         """Form the buckets of a memory that was loaded."""
         for attached in self._all_attached():
             self._prepare(attached)
-
-    def after_backward(self, then: Callable[[], None]) -> None:
-        if self.is_closing:
-            self._then.append(then)
-        else:
-            then()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let gradients accumulate in a block; as ``set_requires_gradient_sync(False)``."""

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_commhook import _C
-from torch_commhook.attachment.road import is_on_any_rank
+from torch_commhook.attachment.road import Replica, is_on_any_rank
 from torch_commhook.attachment.sharded import fsdp
 from torch_commhook.attachment.sharded.unit import Unit
 from torch_commhook.codecs.base import Codec
@@ -157,11 +157,11 @@ class ShardedStep:
         under_way: UnderWay,
         on_end: Callable[[], None],
     ) -> None:
-        self._groups = [(parent, StepGroup(parent)) for parent in parents]
+        self._groups = {parent: StepGroup(parent) for parent in parents}
         others = set() if replicas is None else set(dist.get_process_group_ranks(replicas))
         self._in_replica = [
             group
-            for parent, group in self._groups
+            for parent, group in self._groups.items()
             if len(others.intersection(dist.get_process_group_ranks(parent))) <= 1
         ]
         self._taking_part: list[StepGroup] = []  # in the open step
@@ -182,12 +182,12 @@ class ShardedStep:
     @property
     def parents(self) -> list[dist.ProcessGroup]:
         """The process groups for which these were made."""
-        return [parent for parent, _ in self._groups]
+        return list(self._groups)
 
     @property
     def groups(self) -> list[StepGroup]:
         """The groups of all parents."""
-        return [group for _, group in self._groups]
+        return list(self._groups.values())
 
     @property
     def in_replica(self) -> list[StepGroup]:
@@ -198,9 +198,9 @@ class ShardedStep:
     def _of_a_backward(self) -> list[StepGroup]:
         return self._in_replica if self.keeps_apart else self.groups
 
-    def group_of(self, parent: dist.ProcessGroup) -> StepGroup | None:
+    def group_of(self, parent: dist.ProcessGroup | None) -> StepGroup | None:
         """The group for a process group; None if it is not one of the model's."""
-        return next((group for each, group in self._groups if each is parent), None)
+        return None if parent is None else self._groups.get(parent)
 
     def before_reduction(self) -> None:
         """Note that a backward reduces gradients: its first reduction begins the step.
@@ -392,7 +392,6 @@ class Gathers:
             PeerError: it failed on another rank.
             Exception: it failed on this rank.
         """
-        assert self._group is not None
         step_group = self._step.group_of(self._group)
         assert step_group is not None
         try:
@@ -414,7 +413,7 @@ class Gathers:
 # ---- this rank's part of a copy of a sharded model, for a hook that keeps copies apart -----------
 
 
-class ShardedReplica:
+class ShardedReplica(Replica):
     """A rank's shards of a copy of a model. The hook's memory includes their padding.
 
     Args:
@@ -430,21 +429,16 @@ class ShardedReplica:
         self, step: ShardedStep, group: StepGroup, units: Sequence[Unit], device: torch.device
     ) -> None:
         self._step = step
-        self._group = group
+        self.group = group
         self._units = units
         self._device = device
-
-    @property
-    def group(self) -> StepGroup:
-        return self._group
 
     def references(self) -> list[Callable[[], Tensor | None]]:
         return [reference for unit in self._units for reference in unit.references()]
 
-    def find(self, names: Sequence[str]) -> dict[str, Tensor]:
+    def _named(self) -> dict[str, Tensor]:
         living = [unit for unit in self._units if unit.group is not None]
-        every = dict(pair for unit in living for pair in unit.named_shards())
-        return {name: every[name] for name in names if name in every}
+        return dict(pair for unit in living for pair in unit.named_shards())
 
     def drop_copies(self) -> None:
         for unit in self._units:
@@ -457,14 +451,14 @@ class ShardedReplica:
         self._step.end_exchange()
 
     def fail_with(self, error: BaseException) -> BaseException:
-        return self._step.fail_exchange(error, self._group)
+        return self._step.fail_exchange(error, self.group)
 
     def on_any_rank(self, value: bool) -> bool:
         return is_on_any_rank(value, self._step.groups, self._device)
 
     def share_failure(self, failure: BaseException | None) -> BaseException | None:
         self._step.begin_exchange(in_replica=True)
-        has_failed, at = failure is not None, self._group
+        has_failed, at = failure is not None, self.group
         all_know = False  # that a part has failed
         try:
             # A value: an error of this call must not look like the failure of a part.
