@@ -642,8 +642,17 @@ def begin_hook(first: Road, attached: Attached, op: str) -> None:
         if error is None or road.elastic is None:
             road.attached = attached
         if error is None:
-            _begin_local_steps(first, attached)
-            _begin_choosing(first, attached)
+            model = road.model()
+            if attached.keeps_ranks_apart and model is not None:
+                # Imports torch's compiler, which takes seconds, and which other hooks do not need.
+                from torch_commhook.attachment.local_steps import LocalSteps
+
+                attached.local_steps = LocalSteps(model, attached, lambda: road_in_use(first))
+            if isinstance(attached.hook, auto):
+                # Imports what plans steps, which other hooks do not need.
+                from torch_commhook.attachment.choosing import ChoosingByPlan
+
+                attached.choosing = ChoosingByPlan(attached.hook, attached.memory, first)
     except Exception as raised:
         error = error or raised
     road.agree(op, error, {})
@@ -673,23 +682,6 @@ def _refused(attached: Attached, road: Road) -> Exception | None:
     except Exception as refused:
         return refused
     return None
-
-
-def _begin_local_steps(first: Road, attached: Attached) -> None:
-    model = road_in_use(first).model()
-    if attached.keeps_ranks_apart and model is not None:
-        # Imports torch's compiler, which takes seconds, and which other hooks do not need.
-        from torch_commhook.attachment.local_steps import LocalSteps
-
-        attached.local_steps = LocalSteps(model, attached, lambda: road_in_use(first))
-
-
-def _begin_choosing(first: Road, attached: Attached) -> None:
-    if isinstance(attached.hook, auto):
-        # Imports what plans steps, which other hooks do not need.
-        from torch_commhook.attachment.choosing import ChoosingByPlan
-
-        attached.choosing = ChoosingByPlan(attached.hook, attached.memory, first)
 
 
 def _shared_of_state(state: dict[str, Any], position: dict[str, Any] | None) -> dict[str, object]:

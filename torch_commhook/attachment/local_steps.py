@@ -16,13 +16,9 @@ from torch_commhook.attachment.elastic import ElasticTraining
 from torch_commhook.attachment.local_state import (
     Round,
     agree_on_anchors,
-    check_anchors,
     check_fragment,
     checked_means,
-    exchange_of_state,
     forget,
-    own_tensors,
-    position_of,
     taken_apart,
     warn_apart,
     warn_at_exit,
@@ -39,10 +35,10 @@ from torch_commhook.attachment.training_state import (
     register_first,
     remove_step_counter,
 )
-from torch_commhook.hooks.local_sgd import local_sgd
+from torch_commhook.hooks.local_sgd import local_sgd, precise
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.hook_memory import check_not_in_backward
-from torch_commhook.memory.states import LOCAL_STEPS
+from torch_commhook.memory.states import ANCHOR, LOCAL_STEPS, MEANS, PARAMETERS, load_error
 from torch_commhook.memory.watches import cannot_be_captured
 from torch_commhook.metrics import BucketTraffic, count_bucket
 from torch_commhook.step.attached_hook import Attached, CheckedState
@@ -547,10 +543,17 @@ class LocalSteps:
         memory = self._attached.memory
         state = memory.state_dict()
         state[LOCAL_STEPS] = self._position(background)
-        means = (background and background.means) or {}
         # While the parameters are equal too, so that states always have the same parts.
-        own = own_tensors(self._by_name(), means if self.hook.delay else None)
-        state[memory.own_key].update(own)
+        own, parameters = state[memory.own_key], self._by_name()
+        own[PARAMETERS] = {name: each.detach().clone() for name, each in parameters.items()}
+        if self.hook.delay:
+            means = (background and background.means) or {}
+            own[MEANS] = {
+                name: torch.zeros_like(each, dtype=precise(each.dtype), requires_grad=False)
+                for name, each in parameters.items()
+                if name not in means  # they have not arrived
+            }
+            own[MEANS] |= {name: each.detach().clone() for name, each in means.items()}
         return state
 
     def _look(self, background: BackgroundExchange) -> None:
@@ -563,9 +566,14 @@ class LocalSteps:
 
     def _position(self, background: BackgroundExchange | None) -> dict[str, Any]:
         position = {"done": self.done, "is_open": self.is_open}
-        if self.hook.is_streaming:
-            position.update(position_of(self._round, background))
-        return position
+        if not self.hook.is_streaming:
+            return position
+        place, in_flight = self._round, -1
+        if background is not None and background.failure is None:
+            in_flight = background.steps
+        elif background is not None:  # one that has failed counts as not begun
+            place = place.before(background.fragment, background.began_at + background.steps)
+        return {**position, **place.position(in_flight)}
 
     def check_state(self, state: Any) -> CheckedState:
         """Check a :meth:`state_dict` and split it into its parts.
@@ -576,7 +584,10 @@ class LocalSteps:
         memory = self._attached.memory
         checked = taken_apart(state, self._attached.name, memory.own_key, self._by_name())
         rest = memory.check_state(checked.rest)
-        check_anchors(rest, self._names)
+        # Otherwise each rank would use its own parameter as the anchor.
+        missing = sorted(set(self._names) - set(rest["shared"].get(ANCHOR, {})))
+        if missing:
+            raise load_error(f"its '{ANCHOR}' lacks {missing}")
         check_fragment(checked.position, self.hook)
         means = None
         if checked.position.get("steps_in_flight", -1) >= 0:
@@ -605,8 +616,13 @@ class LocalSteps:
             position.get("fragment", 0), position.get("steps_of_round", position["done"])
         )
         if checked.means is not None:
-            self._background = exchange_of_state(
-                self._replica, self._round, position["steps_in_flight"], checked.means
+            steps = position["steps_in_flight"]
+            self._background = BackgroundExchange(
+                self._replica,
+                self._round.fragment_before,
+                began_at=self._round.began_at(steps),
+                steps=steps,
+                means=checked.means,
             )
         self._is_counted = False
         self._stepped.clear()

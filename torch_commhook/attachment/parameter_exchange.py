@@ -26,7 +26,6 @@ from torch_commhook import _C
 from torch_commhook.attachment.elastic import ElasticTraining, RepeatableStep
 from torch_commhook.attachment.road import Replica
 from torch_commhook.buckets.grad_bucket import (
-    GradBucket,
     checked_result,
     hook_on_bucket,
     scaled_result,
@@ -131,7 +130,14 @@ class ParameterExchange:
         count = len(memories)
         for index, memory in enumerate(memories):
             distance = self._hook.distance(memory, unsent=unsent)
-            bucket = _bucket_of(memory, distance, index, count, self._group)
+            bucket = BucketWithMemory(
+                memory.parameters,
+                buffer=distance,
+                index=index,
+                bucket_count=count,
+                process_group=self._group.group_for(memory.device),
+                memory=memory,
+            )
             where = hook_on_bucket(self._attached.name, index, count)
             with self._attached.gathering(bucket.device()):
                 self._calls.append(HookCall.start_average(self._averages, bucket, where))
@@ -478,19 +484,6 @@ class BackgroundExchange:
 def _left_by(error: BaseException) -> RuntimeError:
     """The error to raise later in place of one that ends the program."""
     return RuntimeError(f"an exchange was interrupted by {type(error).__name__}")
-
-
-def _bucket_of(
-    memory: BucketMemory, distance: Tensor, index: int, count: int, group: StepGroup
-) -> GradBucket:
-    return BucketWithMemory(
-        memory.parameters,
-        buffer=distance,
-        index=index,
-        bucket_count=count,
-        process_group=group.group_for(memory.device),
-        memory=memory,
-    )
 
 
 # ---- an exchange of local steps that the remaining ranks repeat when a rank is lost --------------

@@ -53,24 +53,6 @@ class CppRun:
         self._buckets = buckets
         self._check_layouts = check_layouts
 
-    @classmethod
-    def of(
-        cls,
-        attached: Attached | None,
-        group: StepGroup,
-        buckets: Sequence[BucketState],
-        check_layouts: Callable[[BucketState], None],
-    ) -> CppRun | None:
-        """Make one for the attached hook, if it and the buckets need no Python; else None."""
-        hook = None if attached is None else attached.cpp_hook
-        if attached is None or hook is None:
-            return None
-        if not all(each.in_own_dtype and not each.dtype.is_complex for each in buckets):
-            return None
-        own = attached.own_group
-        groups = [group.group_for(bucket.device) if own is None else own for bucket in buckets]
-        return cls(hook, buckets, groups, check_layouts)
-
     @property
     def started(self) -> int:
         """The number of buckets on which the hook was started."""
@@ -193,8 +175,11 @@ class EagerStep:
         self.attached.choose()
 
     def run_in_cpp(self) -> None:
-        """Let C++ run the hook, if it can."""
-        self.cpp = CppRun.of(self.attached, self._group, self._buckets, self._check_layouts)
+        """Let C++ run the hook, if it and the buckets need no Python."""
+        hook, own, buckets = self.attached.cpp_hook, self.attached.own_group, self._buckets
+        if hook is not None and all(b.in_own_dtype and not b.dtype.is_complex for b in buckets):
+            groups = [self._group.group_for(b.device) if own is None else own for b in buckets]
+            self.cpp = CppRun(hook, buckets, groups, self._check_layouts)
 
     def has_started(self, number: int) -> bool:
         """Whether the hook was started on the bucket of a parameter."""

@@ -149,13 +149,8 @@ def _units(model: nn.Module) -> list[Unit]:
 
 def _axes(model: nn.Module) -> list[dist.ProcessGroup]:
     """Process groups that together reach all ranks of the mesh, even if modules differ."""
-    groups = fsdp.param_groups(model)
-    found: list[dist.ProcessGroup] = []
-    for of_parameters in sorted(groups, key=lambda each: not fsdp.trainable(each)):
-        for group in fsdp.mesh_groups(of_parameters):
-            if all(group is not one for one in found):
-                found.append(group)
-    return found
+    groups = sorted(fsdp.param_groups(model), key=lambda each: not fsdp.trainable(each))
+    return list(dict.fromkeys(each for group in groups for each in fsdp.mesh_groups(group)))
 
 
 def _check_units(model: nn.Module, units: list[Unit]) -> None:
@@ -295,11 +290,6 @@ def _name_parameters(
         memory.set_parameters(named, rank=group_rank(replicas), world_size=replicas.size())
 
 
-def _forward_size(group: fsdp.ParamGroup) -> int | None:
-    after = fsdp.forward_group(group)
-    return None if after is None else after.size()
-
-
 def _shared(
     units: list[Unit], attached: Attached, beside: Attached | None, weights: Codec | None
 ) -> dict[str, object]:
@@ -307,6 +297,7 @@ def _shared(
     forms = [form for unit in units for form in unit.parameters.values()]
     group = units[0].group
     shards, replicas = fsdp.shard_group(group), fsdp.replica_group(group)
+    after_forward = [fsdp.forward_group(unit.group) for unit in units]
     return {
         **compared_settings(attached.hook),
         "shard_hook": None if beside is None else printed_hook(beside.hook),
@@ -316,6 +307,6 @@ def _shared(
             None if shards is None else shards.size(),
             None if replicas is None else replicas.size(),
         ),
-        "reshard_after_forward": [_forward_size(unit.group) for unit in units],
+        "reshard_after_forward": [None if each is None else each.size() for each in after_forward],
         "the parameters": [f"{form.name} {tuple(form.shape)} {form.dtype}" for form in forms],
     }

@@ -38,13 +38,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 def param_groups(model: nn.Module) -> list[ParamGroup]:
     """The groups of a model's parameters, in the order of its modules."""
-    found: list[ParamGroup] = []
-    for module in model.modules():
-        if is_sharded(module):
-            for group in _groups_of(module._get_fsdp_state()):  # type: ignore[operator]
-                if all(group is not other for other in found):
-                    found.append(group)
-    return found
+    return list(dict.fromkeys(group for state in states(model) for group in _groups_of(state)))
 
 
 def _groups_of(state: Any) -> list[ParamGroup]:
@@ -360,13 +354,8 @@ def set_sync_flags(group: ParamGroup, flags: tuple[bool, bool]) -> None:
 
 def states(model: nn.Module) -> list[Any]:
     """PyTorch's objects of the modules that ``fully_shard`` was applied to."""
-    found: list[Any] = []
-    for module in model.modules():
-        if is_sharded(module):
-            state = module._get_fsdp_state()  # type: ignore[operator]
-            if all(state is not other for other in found):
-                found.append(state)
-    return found
+    modules = filter(is_sharded, model.modules())
+    return list(dict.fromkeys(module._get_fsdp_state() for module in modules))  # type: ignore[operator]
 
 
 def roots(of_states: Iterable[Any]) -> list[Any]:
@@ -374,12 +363,9 @@ def roots(of_states: Iterable[Any]) -> list[Any]:
 
     Before the first forward PyTorch has not chosen any.
     """
-    found: list[Any] = []
-    for state in of_states:
-        for root in state._state_ctx.all_states[:1]:
-            if all(root is not other for other in found):
-                found.append(root)
-    return found
+    return list(
+        dict.fromkeys(root for each in of_states for root in each._state_ctx.all_states[:1])
+    )
 
 
 def root_module(root: Any) -> nn.Module:

@@ -375,7 +375,8 @@ class ShardedRoad(Road):
         if self._roots.are_in_backward:
             return
         self._step.end()
-        self._do_then()
+        if self._then:
+            self._do_then()
 
     def _step_done(self) -> None:
         for attached in self._all_attached():

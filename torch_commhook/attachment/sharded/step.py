@@ -145,6 +145,8 @@ class ShardedStep:
         on_end: called when all ranks have done a step.
 
     Attributes:
+        in_replica: the groups within this rank's replica.
+        is_open: whether a backward that reduces gradients is running.
         has_failed: whether the last backward failed, and the model has not run since.
         keeps_apart: whether replicas are apart.
     """
@@ -159,7 +161,7 @@ class ShardedStep:
     ) -> None:
         self._groups = {parent: StepGroup(parent) for parent in parents}
         others = set() if replicas is None else set(dist.get_process_group_ranks(replicas))
-        self._in_replica = [
+        self.in_replica = [
             group
             for parent, group in self._groups.items()
             if len(others.intersection(dist.get_process_group_ranks(parent))) <= 1
@@ -170,14 +172,9 @@ class ShardedStep:
         self._under_way = under_way
         self._on_end = on_end
         self._backward: RunningBackward | None = None
-        self._is_open = False
+        self.is_open = False
         self.has_failed = False
         self.keeps_apart = False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a backward that reduces gradients is running."""
-        return self._is_open
 
     @property
     def parents(self) -> list[dist.ProcessGroup]:
@@ -190,13 +187,8 @@ class ShardedStep:
         return list(self._groups.values())
 
     @property
-    def in_replica(self) -> list[StepGroup]:
-        """The groups within this rank's replica."""
-        return self._in_replica
-
-    @property
     def _of_a_backward(self) -> list[StepGroup]:
-        return self._in_replica if self.keeps_apart else self.groups
+        return self.in_replica if self.keeps_apart else self.groups
 
     def group_of(self, parent: dist.ProcessGroup | None) -> StepGroup | None:
         """The group for a process group; None if it is not one of the model's."""
@@ -209,12 +201,12 @@ class ShardedStep:
             RuntimeError, PeerError: as :meth:`StepGroup.begin`.
         """
         backward = RunningBackward()
-        if self._is_open and not backward.has_left(self._backward):
+        if self.is_open and not backward.has_left(self._backward):
             return
-        self._is_open = False
+        self.is_open = False
         self._begin(self._of_a_backward)
         self._backward = backward
-        self._is_open = True
+        self.is_open = True
         self._on_begin()
 
     def _begin(self, groups: list[StepGroup]) -> None:
@@ -239,10 +231,10 @@ class ShardedStep:
                 "torch_commhook: replicas cannot be averaged inside backward(); call "
                 "optimizer.step() after it"
             )
-        if self._is_open:
+        if self.is_open:
             self.fail(LEFT)
         self._in_exchange = True
-        self._begin(self._in_replica if in_replica else self.groups)
+        self._begin(self.in_replica if in_replica else self.groups)
 
     def end_exchange(self) -> None:
         """End an exchange that succeeded on this rank, together with all ranks.
@@ -263,7 +255,7 @@ class ShardedStep:
         Raises:
             RuntimeError, PeerError: as :meth:`StepGroup.connect`.
         """
-        if self._is_open and not is_in_backward():
+        if self.is_open and not is_in_backward():
             self.fail(LEFT)
         for group in self._of_a_backward:
             group.connect()
@@ -274,11 +266,11 @@ class ShardedStep:
         Raises:
             PeerError: it failed on another rank.
         """
-        if not self._is_open:  # it has failed
+        if not self.is_open:  # it has failed
             return
         self._under_way.wait(self.fail_with)
         self._end()
-        self._is_open = False
+        self.is_open = False
         self._on_end()
 
     def _end(self) -> None:
@@ -308,7 +300,7 @@ class ShardedStep:
         """Make all ranks leave this step, and send them the reason; as :meth:`StepGroup.fail`."""
         groups = self._failing
         self.has_failed = self.has_failed or not self._in_exchange
-        self._is_open = self._in_exchange = False
+        self.is_open = self._in_exchange = False
         for group in groups:
             group.fail(reason)
         self._under_way.drop()
@@ -316,7 +308,7 @@ class ShardedStep:
     @property
     def _failing(self) -> list[StepGroup]:
         """The groups of the open step, or of the step that a gather belongs to."""
-        return self._taking_part if self._is_open or self._in_exchange else self._of_a_backward
+        return self._taking_part if self.is_open or self._in_exchange else self._of_a_backward
 
     def close(self) -> None:
         """Close the groups."""

@@ -304,12 +304,7 @@ def process_groups(units: list[Unit]) -> list[dist.ProcessGroup]:
     Includes those of tensor parallelism: ranks with other columns of a parameter must also leave a
     failed step.
     """
-    found: list[dist.ProcessGroup] = []
-    for unit in units:
-        for group in fsdp.axes(unit.group):
-            if all(group is not one for one in found):
-                found.append(group)
-    return found
+    return list(dict.fromkeys(group for unit in units for group in fsdp.axes(unit.group)))
 
 
 @contextmanager
