@@ -13,16 +13,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_commhook import _C
-from torch_commhook.attachment import ddp_results
-from torch_commhook.attachment.ddp_results import NO_BACKWARD, DdpResults
+from torch_commhook import _C, collectives
 from torch_commhook.attachment.parameters import WatchedParameters, trainable
 from torch_commhook.attachment.road import Road
 from torch_commhook.attachment.training_state import BeforeForward
-from torch_commhook.buckets.grad_bucket import assign_buckets, hook_on_bucket, split_by_kind
+from torch_commhook.buckets.grad_bucket import (
+    assign_buckets,
+    hook_on_bucket,
+    scaled_result,
+    split_by_kind,
+)
 from torch_commhook.collectives.futures import UsedTensors
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory.bucket_memory import BucketWithMemory
+from torch_commhook.memory.unsent import BucketResult, add_unsent_to_errors, make_unsent_table
 from torch_commhook.metrics import BucketTraffic
 from torch_commhook.native.runtime import left_to_python
 from torch_commhook.step.attached_hook import DRAIN_SECONDS, Attached
@@ -55,6 +59,120 @@ def _delivery(model: DistributedDataParallel) -> str:
     if any(parameter.is_complex() for parameter in model.parameters()):
         return "reducer"  # the operators support no complex tensors
     return "buffer" if model.gradient_as_bucket_view else "write"
+
+
+# ---- a static graph of DDP whose first backward has not ended ------------------------------------
+#
+# In the first backward DDP notes once that it must average all gradients at the end. If an
+# exception ends that backward, or it uses no parameter, DDP takes each later backward for the first
+# one too. It then averages no gradients, and reports no error.
+
+
+#: The engine's number of the running backward, outside of one.
+NO_BACKWARD = -1
+
+
+def is_lost(model: DistributedDataParallel) -> bool:
+    """Whether DDP would average nothing from now on. Unknown, and False, inside a backward."""
+    return (
+        model.static_graph
+        and getattr(model, "_static_graph_delay_allreduce_enqueued", False)
+        and torch._C._current_graph_task_id() == NO_BACKWARD
+        and _C.first_backward_is_open(model.reducer)
+    )
+
+
+#: The error where :func:`is_lost`.
+LOST = (
+    "torch_commhook: an exception ended the first backward() of this DistributedDataParallel with "
+    "static_graph=True, or that backward used no parameter. DDP would silently average no "
+    "gradients "
+    "from now on. Make a new one on all ranks, over a new process group if only some of them "
+    "failed"
+)
+
+
+# ---- what remains once DDP's reducer has written a backward's results into gradients -------------
+
+
+def used_by_any_rank(model: DistributedDataParallel) -> Tensor:
+    """For each parameter, whether any rank has used it. Valid once a backward has computed this."""
+    return model.reducer._get_local_used_map().cpu()
+
+
+class KeptGradients:
+    """Copies of gradients that DDP is about to overwrite, for one step."""
+
+    def __init__(
+        self, model: DistributedDataParallel, parameters: Sequence[tuple[str, Tensor]]
+    ) -> None:
+        self._reducer = weakref.ref(model.reducer)
+        self._numbers = {id(parameter): i for i, (_, parameter) in enumerate(parameters)}
+        self._members: dict[int, list[int]] = {}  # parameters by bucket
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # gradient, and its old values
+
+    def keep(self, index: int, parameters: Sequence[Tensor], *, rebuilt: bool) -> None:
+        """Copy the gradients of a full bucket that this rank has not used."""
+        reducer = self._reducer()
+        if rebuilt or index not in self._members:
+            self._members[index] = [self._numbers[id(parameter)] for parameter in parameters]
+        if reducer is None:
+            return
+        used = _C.locally_used(reducer)[self._members[index]].tolist()
+        for number, parameter, is_used in zip(self._members[index], parameters, used, strict=True):
+            if not is_used and parameter.grad is not None:
+                self._kept[number] = parameter.grad, parameter.grad.detach().clone()
+
+    def before(self, number: int, now: Tensor | None) -> Tensor | None:
+        """A parameter's gradient before DDP may have overwritten it."""
+        return self._kept[number][1] if number in self._kept else now
+
+    def put_back(self, used: Tensor) -> None:
+        """Restore the gradients of parameters that no rank has used."""
+        is_used = used.tolist()
+        with torch.no_grad():
+            for number, (gradient, before) in self._kept.items():
+                if not is_used[number]:
+                    gradient.copy_(before)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the copies."""
+        self._kept.clear()
+
+    def __bool__(self) -> bool:
+        return bool(self._kept)
+
+
+def average_own_gradients(parameters: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Average the gradients that a failed step has left, which differ among ranks.
+
+    All ranks must call this with the same parameters. If a gradient exists on some ranks only, the
+    others get the mean too. Sparse gradients stay unchanged.
+    """
+    if not parameters:
+        return
+    layouts = [None if p.grad is None else p.grad.layout for p in parameters]
+    found = torch.tensor(
+        [[layout is torch.strided, layout is torch.sparse_coo] for layout in layouts],
+        dtype=torch.float32,
+        device=parameters[0].device,
+    )
+    counts = collectives.all_reduce(found, group=group).wait().tolist()
+    with torch.no_grad():
+        for parameter, (dense, sparse) in zip(parameters, counts, strict=True):
+            if not dense or sparse:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradient = parameter.grad
+            share = gradient.resolve_conj().contiguous() / group.size()
+            own = torch.view_as_real(share) if share.is_complex() else share
+            mean = collectives.all_reduce(own, group=group).wait()
+            gradient.copy_(torch.view_as_complex(mean) if share.is_complex() else mean)
+
+
+# ---- runs a hook on DDP's C++ reducer ------------------------------------------------------------
 
 
 class DdpRoad(Road):
@@ -91,7 +209,15 @@ class DdpRoad(Road):
         # memory.
         buckets = self._buckets
         watched = self._watched = WatchedParameters(model, named, in_ddp=not model.mixed_precision)
-        self._results = DdpResults(model, watched, buckets)
+        # Old values of gradients that this rank has not used, where DDP overwrites these.
+        overwrites_unused = model.find_unused_parameters and model.gradient_as_bucket_view
+        self._kept = KeptGradients(model, watched.parameters) if overwrites_unused else None
+        # Functions that return results of which the hook is to remember the part that was not sent.
+        self._unsent: dict[int, Callable[[], Tensor]] = {}
+        # Results of another dtype than the gradients: scaled first, rounded afterwards.
+        self._unrounded: dict[int, Callable[[], Tensor]] = {}
+        # The previous step failed, and may have left gradients that this step does not use.
+        self._follow_a_failure = False
 
         def model_is_gone(_: object) -> None:
             buckets.clear()
@@ -228,8 +354,8 @@ class DdpRoad(Road):
     def what_is_wrong(self) -> str | None:
         """The reason why a forward cannot lead to a step, or None."""
         model = self.model()
-        if model is not None and ddp_results.is_lost(model):
-            return ddp_results.LOST
+        if model is not None and is_lost(model):
+            return LOST
         return self.change_of_parameters()
 
     def change_of_parameters(self) -> str | None:
@@ -273,7 +399,7 @@ class DdpRoad(Road):
             return None
         self._group.begin()
         model = self.model()
-        self._results.follow_a_failure = (
+        self._follow_a_failure = (
             self._group.epoch != self._averaged_epoch
             and self._skips_unused
             and model is not None
@@ -287,7 +413,7 @@ class DdpRoad(Road):
         )
         attached.choose()
         native = attached.cpp_hook
-        if native is None or self._results.kept is not None or self._results.follow_a_failure:
+        if native is None or self._kept is not None or self._follow_a_failure:
             return None
         own = attached.own_group
         if own is not None:
@@ -317,7 +443,7 @@ class DdpRoad(Road):
             bucket.memory = attached.memory_of(bucket.parameters(), index)
         count = bucket.bucket_count()
         where = hook_on_bucket(attached.name, index, count)
-        kept = self._results.kept
+        kept = self._kept
         if kept is not None and not attached.keeps_ranks_apart:
             kept.keep(index, bucket.parameters(), rebuilt=rebuilt)
         call = attached.start(bucket, where, in_order=self._numbers_buckets())
@@ -326,20 +452,20 @@ class DdpRoad(Road):
             call.future.add_done_callback(lambda _, look=call.look: look())
         leaves_some_out = self._skips_unused and attached.keeps_error
         if leaves_some_out:
-            self._results.keep_for_unused(index, call.future.wait)
+            self._unsent[index] = call.future.wait
         if not attached.keeps_ranks_apart:
             attached.count_bucket(index, count, call.traffic, first=self._is_first)
         self._is_first = False
         local = call.local
         if local is None:
             if attached.scales_steps and call.dtype != bucket.dtype():
-                self._results.keep_unrounded(index, call.result)
+                self._unrounded[index] = call.result
             return attached.name, call.future, call.dtype, None
 
         def after(result: Tensor) -> Tensor:
             if leaves_some_out:  # post-hooks' changes are no errors of earlier steps
                 copied = result.clone()
-                self._results.keep_for_unused(index, lambda: copied)
+                self._unsent[index] = lambda: copied
             return attached.stages.after(bucket, result, local, where)
 
         return attached.name, call.future, call.dtype, after
@@ -382,19 +508,19 @@ class DdpRoad(Road):
                 attached.count_bucket(index, len(sent or ()), traffic, first=index == 0)
             if torch._C._current_graph_task_id() == NO_BACKWARD:
                 # In join(), where a rank without inputs takes part without gradients.
-                self._results.forget()
+                self._forget_results()
             elif sent is None and (
                 attached.stages.has_post_accumulate_hooks
                 or attached.scales_steps
                 or (self._skips_unused and attached.keeps_error)
-                or self._results.kept
-                or self._results.follow_a_failure
+                or self._kept
+                or self._follow_a_failure
             ):
                 # Once the reducer has written the last gradients.
                 engine = torch.autograd.Variable._execution_engine
                 engine.queue_callback(partial(self._gradients_written, attached, past))
             return
-        self._results.forget()
+        self._forget_results()
         raised = self._group.fail_with(error)
         if raised is not error:  # backward() raises the error itself
             raise raised
@@ -403,10 +529,106 @@ class DdpRoad(Road):
     def _gradients_written(
         self, attached: Attached, past: Mapping[int, bool] | None = None
     ) -> None:
-        self._results.finish(attached, past, self._group.group_for(self._device))
+        self._finish_results(attached, past)
         for index, bucket in sorted(self._buckets.items()):
             where = hook_on_bucket(attached.name, index, bucket.bucket_count())
             attached.stages.done(bucket, where)
+
+    def _forget_results(self) -> None:
+        """Drop the results of a backward that has ended or failed."""
+        self._unsent.clear()
+        self._unrounded.clear()
+        if self._kept is not None:
+            self._kept.clear()
+
+    def _finish_results(self, attached: Attached, past: Mapping[int, bool] | None) -> None:
+        """Finish the step, once DDP has written the last gradients.
+
+        DDP scales no results. It leaves gradients that no rank has used, or overwrites them if they
+        are views of the buckets.
+
+        Args:
+            attached: the hook.
+            past: as in :meth:`Attached.step_scale`.
+        """
+        if self._unsent:
+            self._keep_unsent()
+        model = self.model()
+        if self._kept and model is not None:  # last: results may share memory with gradients
+            self._kept.put_back(used_by_any_rank(model))
+        if attached.scales_steps:
+            self._scale_gradients(attached, past)
+        if self._follow_a_failure:
+            self._follow_a_failure = False
+            if model is not None:
+                is_used = used_by_any_rank(model).tolist()
+                unused = zip(self._parameters, is_used, strict=True)
+                group = self._group.group_for(self._device)
+                average_own_gradients([p for p, yes in unused if not yes], group)
+
+    def _keep_unsent(self) -> None:
+        """Let the hook remember results that DDP has written to no gradient."""
+        results, self._unsent = self._unsent, {}
+        model = self.model()
+        if model is None:
+            return
+        used = used_by_any_rank(model)
+        if used.all():
+            return
+        numbers = {id(parameter): i for i, parameter in enumerate(self._parameters)}
+        late = []
+        for index, result in results.items():
+            bucket = self._buckets[index]
+            parameters = bucket.parameters()
+            members = [numbers[id(parameter)] for parameter in parameters]
+            sent = [parameter.grad for parameter in parameters]
+            if self._kept:
+                sent = [self._kept.before(i, now) for i, now in zip(members, sent, strict=True)]
+            late.append(BucketResult(members, bucket.memory, result(), sent))
+        errors, values, gradients, table = make_unsent_table(late)
+        if table:
+            add_unsent_to_errors(errors, values, gradients, used, table)
+
+    def _scale_gradients(self, attached: Attached, past: Mapping[int, bool] | None) -> None:
+        """Scale the written gradients. Our own reducer scales while it writes them."""
+        unrounded, self._unrounded = self._unrounded, {}
+        results: dict[int, Tensor] = {}
+        for index, result in unrounded.items():
+            bucket = self._buckets[index]
+            pieces = bucket.pieces(result())
+            results.update(zip(map(id, bucket.parameters()), pieces, strict=True))
+        parameters = self._parameters_of_this_step()
+        if not parameters:
+            return
+        values = [
+            results.get(id(parameter), parameter.grad.resolve_conj().resolve_neg())
+            for parameter in parameters
+        ]
+        scale = attached.step_scale(values, past)
+        if scale is None:
+            return
+        with torch.no_grad():
+            as_written = []
+            for parameter, value in zip(parameters, values, strict=True):
+                if value is not parameter.grad:
+                    parameter.grad.copy_(scaled_result(value, scale, parameter.dtype))
+                elif value.layout is torch.strided:
+                    as_written.append(value)
+                else:  # an in-place product would round the factor too
+                    parameter.grad = scaled_result(value, scale, parameter.dtype)
+            if as_written:
+                torch._foreach_mul_(as_written, scale)
+
+    def _parameters_of_this_step(self) -> list[Any]:
+        """The parameters whose gradients this step has written; others may have older gradients."""
+        model = self.model()
+        if model is None:
+            return []
+        parameters = self._parameters
+        if model.find_unused_parameters or model.static_graph:
+            used = used_by_any_rank(model).tolist()
+            parameters = [p for p, yes in zip(parameters, used, strict=True) if yes]
+        return [parameter for parameter in parameters if parameter.grad is not None]
 
     @property
     def _is_running(self) -> bool:
