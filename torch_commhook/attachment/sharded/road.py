@@ -34,7 +34,6 @@ from torch_commhook.attachment.sharded.fsdp import (
 )
 from torch_commhook.attachment.sharded.step import (
     Exchange,
-    Gathers,
     Roots,
     ShardedReplica,
     ShardedStep,
@@ -53,7 +52,8 @@ from torch_commhook.attachment.training_state import BeforeForward, register_fir
 from torch_commhook.buckets.grad_bucket import hook_on_bucket
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.agreement import agree_across
-from torch_commhook.collectives.issuing import issue_unseen
+from torch_commhook.collectives.compressed_chunks import compressed_all_gather
+from torch_commhook.collectives.issuing import issue_all_gather, issue_unseen
 from torch_commhook.collectives.plain import issue_reduce_scatter
 from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.mean import allreduce
@@ -71,6 +71,7 @@ from torch_commhook.metrics import (
     tensor_bytes,
 )
 from torch_commhook.native.bucket_ops import unflatten_into
+from torch_commhook.spans import active, spans_of
 from torch_commhook.step.attached_hook import Attached, HookCall
 from torch_commhook.step.step_group import StepGroup
 
@@ -146,7 +147,8 @@ class ShardedRoad(Road):
         # The ranks with other shards, and those with the same ones.
         self._shards = self._step.group_of(fsdp.scatter_group(first) or fsdp.shard_group(first))
         self._replicas = self._step.group_of(fsdp.replica_group(first))
-        self._gathers = Gathers(self._step, weights, fsdp.shard_group(first))
+        self._weights = weights
+        self._gather_group = fsdp.shard_group(first)
         self._roots = Roots(self._step, self._backward_ends)
         self._take_over()
         self._members = _C.module_members(model)
@@ -155,7 +157,7 @@ class ShardedRoad(Road):
     # ---- replacements of fully_shard's own collectives -------------------------------------------
 
     def _take_over(self) -> None:
-        gather = AllGather(self.all_gather, self._gathers.wait)
+        gather = AllGather(self.all_gather, self.wait_for_gather)
         stand_in = None
         model = self.model()
         assert model is not None
@@ -342,15 +344,59 @@ class ShardedRoad(Road):
     def all_gather(
         self, out: Tensor, tensor: Tensor, group: dist.ProcessGroup
     ) -> torch.futures.Future[Tensor]:
-        """Gather a unit's parameters.
+        """Start to gather parameters, through the codec if there is one.
+
+        Args:
+            out: the parameters of all ranks. Written.
+            tensor: this rank's part.
+            group: the group that gathers.
+
+        Returns:
+            A Future of ``out``, for :meth:`wait_for_gather`.
 
         Raises:
             PeerError: a rank has left the previous step.
         """
-        future, bytes_sent = self._gathers.issue(out, tensor, group)
+        self._step.before_gather()
+        step_group = self._step.group_of(group)
+        inner = group if step_group is None else step_group.group_for(tensor.device)
+        meter = WireMeter()
+        try:
+            # Gathers in a part of the group, of reshard_after_forward=k, send parameters that were
+            # decoded before.
+            if (
+                self._weights is None
+                or tensor.dtype == torch.uint8
+                or group is not self._gather_group
+            ):
+                bytes_sent = tensor_bytes(tensor) * (inner.size() - 1)
+                future = issue_all_gather(tensor, out.view(inner.size(), *tensor.shape), inner)
+            else:
+                spans = spans_of(lambda: f"weights, {self._weights!r}")
+                with counting(meter), active(spans):
+                    future = compressed_all_gather(tensor, self._weights, out=out, group=inner)
+                bytes_sent = meter.bytes_sent
+        except Exception as error:
+            if step_group is None:
+                raise
+            raise self._step.fail_with(error, step_group) from None
         if self._attached is not None:
             self._attached.stats.bytes_gathered += bytes_sent
         return future
+
+    def wait_for_gather(self, future: torch.futures.Future[Tensor]) -> None:
+        """Wait for the Future of :meth:`all_gather`.
+
+        Raises:
+            PeerError: it failed on another rank.
+            Exception: it failed on this rank.
+        """
+        step_group = self._step.group_of(self._gather_group)
+        assert step_group is not None
+        try:
+            wait_for(future, step_group)
+        except Exception as error:
+            raise self._step.fail_with(error, step_group) from None
 
     def _count(self, attached: Attached, unit: Unit, traffic: Any) -> None:
         first = attached not in self._counted
@@ -525,6 +571,9 @@ class ShardedRoad(Road):
             self._roots.reset()
         self._give_back()
         self.shard_attached = None
-        if not self._roots.are_unfinished:  # otherwise the backward's end drops them
-            self._gathers.drop_restored(self._all_units)
+        # Parameters that the codec has decoded; otherwise the backward's end drops them.
+        if self._weights is not None and not self._roots.are_unfinished:
+            for unit in self._all_units:
+                if unit.group is not None:
+                    fsdp.drop_whole(unit.group)
         self.after_backward(self._stop)

@@ -1,4 +1,4 @@
-"""The steps of a sharded model: its groups, roots, gathers of parameters, and copies of it.
+"""The steps of a sharded model: its groups, its roots, and copies of it.
 
 The process groups of a mesh take a step together. If one fails, its rank also closes the others.
 The parameters of the next forward are then gathered through new channels. If ``local_sgd`` keeps
@@ -25,15 +25,20 @@ from torch_commhook import _C
 from torch_commhook.attachment.road import Replica, is_on_any_rank
 from torch_commhook.attachment.sharded import fsdp
 from torch_commhook.attachment.sharded.unit import Unit
-from torch_commhook.codecs.base import Codec
-from torch_commhook.collectives.compressed_chunks import compressed_all_gather
-from torch_commhook.collectives.issuing import issue_all_gather
-from torch_commhook.metrics import WireMeter, counting, tensor_bytes
-from torch_commhook.spans import active, spans_of
 from torch_commhook.step.attached_hook import DRAIN_SECONDS
 from torch_commhook.step.step_group import RunningBackward, StepGroup
 
-# ---- exchanges of gradients that run while the backward continues --------------------------------
+# ---- collectives that fully_shard requests, and exchanges that run while the backward continues --
+
+
+def wait_for(future: torch.futures.Future[Tensor], group: StepGroup) -> None:
+    """Wait for a collective that ``fully_shard`` has requested.
+
+    Raises:
+        Exception: it failed, or did not end within the group's timeout.
+    """
+    _C.wait_for_result(future, "a collective of fully_shard", group.timeout.total_seconds())
+    future.wait()
 
 
 @dataclass
@@ -314,92 +319,6 @@ class ShardedStep:
         """Close the groups."""
         for group in self.groups:
             group.close()
-
-
-# ---- all-gathers of a sharded model's parameters -------------------------------------------------
-
-
-def wait_for(future: torch.futures.Future[Tensor], group: StepGroup) -> None:
-    """Wait for a collective that ``fully_shard`` has requested.
-
-    Raises:
-        Exception: it failed, or did not end within the group's timeout.
-    """
-    _C.wait_for_result(future, "a collective of fully_shard", group.timeout.total_seconds())
-    future.wait()
-
-
-class Gathers:
-    """Gathers parameters, through a codec if there is one.
-
-    Args:
-        step: the model's step, with its groups.
-        weights: the codec; None gathers parameters uncompressed.
-        group: the shards' group, in which gathers use the codec. ``reshard_after_forward=k`` also
-            gathers in parts of it; these send parameters that were decoded before.
-    """
-
-    def __init__(
-        self, step: ShardedStep, weights: Codec | None, group: dist.ProcessGroup | None
-    ) -> None:
-        self._step = step
-        self._weights = weights
-        self._group = group
-
-    def issue(
-        self, out: Tensor, tensor: Tensor, group: dist.ProcessGroup
-    ) -> tuple[torch.futures.Future[Tensor], int]:
-        """Start to gather parameters.
-
-        Args:
-            out: the parameters of all ranks. Written.
-            tensor: this rank's part.
-            group: the group that gathers.
-
-        Returns:
-            A Future of ``out``, and the number of bytes that this rank sends.
-
-        Raises:
-            PeerError: a rank has left the previous step.
-        """
-        self._step.before_gather()
-        step_group = self._step.group_of(group)
-        inner = group if step_group is None else step_group.group_for(tensor.device)
-        try:
-            if self._weights is None or tensor.dtype == torch.uint8 or group is not self._group:
-                rows = out.view(inner.size(), *tensor.shape)
-                sent = tensor_bytes(tensor) * (inner.size() - 1)
-                return issue_all_gather(tensor, rows, inner), sent
-            meter = WireMeter()
-            with counting(meter), active(spans_of(lambda: f"weights, {self._weights!r}")):
-                future = compressed_all_gather(tensor, self._weights, out=out, group=inner)
-        except Exception as error:
-            raise self._failed(error, step_group) from None
-        return future, meter.bytes_sent
-
-    def wait(self, future: torch.futures.Future[Tensor]) -> None:
-        """Wait for the Future of :meth:`issue`.
-
-        Raises:
-            PeerError: it failed on another rank.
-            Exception: it failed on this rank.
-        """
-        step_group = self._step.group_of(self._group)
-        assert step_group is not None
-        try:
-            wait_for(future, step_group)
-        except Exception as error:
-            raise self._failed(error, step_group) from None
-
-    def drop_restored(self, units: Sequence[Unit]) -> None:
-        """Drop parameters that a codec has decoded and that are whole since a forward."""
-        if self._weights is not None:
-            for unit in units:
-                if unit.group is not None:
-                    fsdp.drop_whole(unit.group)
-
-    def _failed(self, error: Exception, at: StepGroup | None) -> BaseException:
-        return error if at is None else self._step.fail_with(error, at)
 
 
 # ---- this rank's part of a copy of a sharded model, for a hook that keeps copies apart -----------
