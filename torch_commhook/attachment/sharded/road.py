@@ -37,7 +37,6 @@ from torch_commhook.attachment.sharded.step import (
     Roots,
     ShardedReplica,
     ShardedStep,
-    UnderWay,
     wait_for,
 )
 from torch_commhook.attachment.sharded.unit import (
@@ -57,7 +56,7 @@ from torch_commhook.collectives.issuing import issue_all_gather, issue_unseen
 from torch_commhook.collectives.plain import issue_reduce_scatter
 from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.mean import allreduce
-from torch_commhook.memory.bucket_memory import BucketMemory, BucketWithMemory, ShardedBucket
+from torch_commhook.memory.bucket_memory import BucketWithMemory, ShardedBucket
 from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.memory.sharded_memory import UnshardedMemory
 from torch_commhook.metrics import (
@@ -135,13 +134,11 @@ class ShardedRoad(Road):
         self.device: torch.device = first.device
         self._forget: weakref.finalize[..., Any] | None = None
         self._counted: list[Attached] = []  # in this step
-        self._under_way = UnderWay()
         self._has_hooks = False  # in this step
         self._step = ShardedStep(
             process_groups(units),
             fsdp.replica_group(first),
             self._step_begins,
-            self._under_way,
             self._step_done,
         )
         # The ranks with other shards, and those with the same ones.
@@ -189,8 +186,8 @@ class ShardedRoad(Road):
 
     def post_backward(self, unit: Unit, *unused: Any) -> None:
         """Note that a unit's gradients are complete; ``fully_shard`` reduces them now."""
-        if self._under_way.has(unit.number):  # a module that ran twice: its gradients add up
-            self._under_way.wait(self._step.fail_with)
+        if self._step.is_under_way(unit.number):  # a module that ran twice: its gradients add up
+            self._step.wait_for_exchanges()
         before, self._reducing = self._reducing, unit
         try:
             check_backward()
@@ -244,28 +241,20 @@ class ShardedRoad(Road):
                 with counting(meter):
                     future = attached.start_on_shards(bucket, where)
                 traffic = meter.traffic(tensor.numel(), tensor.dtype)
-                finish = partial(self._shard_done, attached, unit, memory, traffic)
-                self._under_way.wait_or_add(
+
+                def finish(_: Any) -> None:
+                    assert isinstance(attached.memory, UnshardedMemory)
+                    if memory is not None:
+                        attached.memory.clear_padding(memory)
+                    self._count(attached, unit, traffic)
+
+                self._step.wait_or_add(
                     Exchange(unit.number, future, where, step_group, finish, out), goes_on
                 )
         except Exception as error:
             raise self._step.fail_with(error, step_group) from None
         if self._attached is not None and self._attached is not attached:
             self._attached.stats.bytes_scattered += meter.bytes_sent
-
-    def _shard_done(
-        self,
-        attached: Attached,
-        unit: Unit,
-        memory: BucketMemory | None,
-        traffic: BucketTraffic,
-        _: Any,
-    ) -> None:
-        """Count an exchange that has ended."""
-        assert isinstance(attached.memory, UnshardedMemory)
-        if memory is not None:
-            attached.memory.clear_padding(memory)
-        self._count(attached, unit, traffic)
 
     def _may_go_on(self, unit: Unit, op: object, dtype: torch.dtype, group: StepGroup) -> bool:
         """Whether an exchange may end with the backward: nothing needs its result earlier."""
@@ -339,7 +328,7 @@ class ShardedRoad(Road):
 
         exchange = Exchange(unit.number, call.future, call.where, step_group, finish, tensor)
         goes_on = self._may_go_on(unit, op, tensor.dtype, step_group)
-        self._under_way.wait_or_add(exchange, goes_on)
+        self._step.wait_or_add(exchange, goes_on)
 
     def all_gather(
         self, out: Tensor, tensor: Tensor, group: dist.ProcessGroup

@@ -71,56 +71,6 @@ class Exchange:
         self.finish(self.future.wait())
 
 
-class UnderWay:
-    """The exchanges of a backward that nobody has waited for yet, in order."""
-
-    def __init__(self) -> None:
-        self._exchanges: list[Exchange] = []
-
-    def wait_or_add(self, exchange: Exchange, goes_on: bool) -> None:
-        """Let an exchange continue, or wait for it.
-
-        Raises:
-            Exception: it failed.
-        """
-        if goes_on:
-            self._exchanges.append(exchange)
-        else:
-            exchange.wait()
-
-    def has(self, unit: int) -> bool:
-        """Whether an exchange of a unit is running."""
-        return any(exchange.unit == unit for exchange in self._exchanges)
-
-    def wait(self, failed: Callable[[Exception, StepGroup], BaseException]) -> None:
-        """Wait for all exchanges.
-
-        Args:
-            failed: returns the error to raise for an error in a group.
-
-        Raises:
-            Exception: one failed. The others' results are not written.
-        """
-        while self._exchanges:
-            exchange = self._exchanges.pop(0)
-            try:
-                exchange.wait()
-            except Exception as error:
-                exchange.target.fill_(math.nan)
-                explained = failed(error, exchange.group)
-                self.drop()
-                raise explained from None
-
-    def drop(self) -> None:
-        """Wait for the exchanges of a failed step, and write NaN."""
-        deadline = time.monotonic() + DRAIN_SECONDS
-        while self._exchanges:
-            exchange = self._exchanges.pop(0)
-            with suppress(Exception):  # a consequence of the failure
-                _C.wait_for(exchange.future, max(deadline - time.monotonic(), 0.0))
-            exchange.target.fill_(math.nan)
-
-
 # ---- the process groups of a sharded model, and the steps that they take together ----------------
 
 
@@ -146,7 +96,6 @@ class ShardedStep:
             the same point, in the same order.
         replicas: the one of them with the replicas of this rank's shards, or None.
         on_begin: called when a step begins.
-        under_way: the exchanges to wait for when a step ends on this rank.
         on_end: called when all ranks have done a step.
 
     Attributes:
@@ -161,7 +110,6 @@ class ShardedStep:
         parents: Sequence[dist.ProcessGroup],
         replicas: dist.ProcessGroup | None,
         on_begin: Callable[[], None],
-        under_way: UnderWay,
         on_end: Callable[[], None],
     ) -> None:
         self._groups = {parent: StepGroup(parent) for parent in parents}
@@ -174,7 +122,7 @@ class ShardedStep:
         self._taking_part: list[StepGroup] = []  # in the open step
         self._in_exchange = False
         self._on_begin = on_begin
-        self._under_way = under_way
+        self._under_way: list[Exchange] = []  # that nobody has waited for yet, in order
         self._on_end = on_end
         self._backward: RunningBackward | None = None
         self.is_open = False
@@ -273,10 +221,48 @@ class ShardedStep:
         """
         if not self.is_open:  # it has failed
             return
-        self._under_way.wait(self.fail_with)
+        self.wait_for_exchanges()
         self._end()
         self.is_open = False
         self._on_end()
+
+    def wait_or_add(self, exchange: Exchange, goes_on: bool) -> None:
+        """Let an exchange continue, or wait for it.
+
+        Raises:
+            Exception: it failed.
+        """
+        if goes_on:
+            self._under_way.append(exchange)
+        else:
+            exchange.wait()
+
+    def is_under_way(self, unit: int) -> bool:
+        """Whether an exchange of a unit is running."""
+        return any(exchange.unit == unit for exchange in self._under_way)
+
+    def wait_for_exchanges(self) -> None:
+        """Wait for all exchanges.
+
+        Raises:
+            Exception: one failed. The others' results are not written.
+        """
+        while self._under_way:
+            exchange = self._under_way.pop(0)
+            try:
+                exchange.wait()
+            except Exception as error:
+                exchange.target.fill_(math.nan)
+                raise self.fail_with(error, exchange.group) from None
+
+    def _drop_exchanges(self) -> None:
+        """Wait for the exchanges of a failed step, and write NaN."""
+        deadline = time.monotonic() + DRAIN_SECONDS
+        while self._under_way:
+            exchange = self._under_way.pop(0)
+            with suppress(Exception):  # a consequence of the failure
+                _C.wait_for(exchange.future, max(deadline - time.monotonic(), 0.0))
+            exchange.target.fill_(math.nan)
 
     def _end(self) -> None:
         for group in self._taking_part:
@@ -308,7 +294,7 @@ class ShardedStep:
         self.is_open = self._in_exchange = False
         for group in groups:
             group.fail(reason)
-        self._under_way.drop()
+        self._drop_exchanges()
 
     @property
     def _failing(self) -> list[StepGroup]:
