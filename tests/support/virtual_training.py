@@ -172,12 +172,11 @@ class VirtualReducer(ElasticReducer):
         training.use(self)
         self.group = training.group
         self.device = torch.device("cpu")
-        self._buckets: Any = SimpleNamespace(prepare_memory=lambda attached: None)
 
     def _do_nothing(self, *_: object) -> None:
         """The order of buckets is fixed, as with elastic, and each step is a new object."""
 
-    _on_step = _agree_on_order = _reset = _step_ended = _do_nothing
+    _on_step = _agree_on_order = _reset = _step_ended = _prepare_memory = _do_nothing
 
 
 class Model(nn.Module):

@@ -246,7 +246,6 @@ class DdpRoad(Road):
 
     @property
     def group(self) -> StepGroup:
-        """The group through which the hook communicates."""
         return self._group
 
     def check_fits(self, attached: Attached) -> None:
@@ -291,7 +290,6 @@ class DdpRoad(Road):
 
     @property
     def attached(self) -> Attached | None:
-        """The hook."""
         return self._attached
 
     @attached.setter

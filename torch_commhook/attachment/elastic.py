@@ -530,7 +530,7 @@ class ElasticReducer(Reducer):
         attached, averaged = self._attached, self._training.averaged
         if attached is not None:
             attached.memory.change_ranks(self.group.rank, self.group.size, averaged=averaged)
-        self._buckets.prepare_memory(attached)
+        self._prepare_memory()
 
     def before_capture(self) -> None:
         """Refuse compiled autograd, which cannot repeat a backward."""
@@ -542,7 +542,7 @@ class ElasticReducer(Reducer):
     def _step(self, attached: Attached) -> EagerStep:
         if attached.keeps_ranks_apart:
             return super()._step(attached)
-        step = ElasticStep(attached, self._buckets.all, self.parameters, self.use, self.group)
+        step = ElasticStep(attached, self._buckets, self.parameters, self.use, self.group)
         step.train_with(self._training)
         return step
 

@@ -39,7 +39,7 @@ _BROADCAST_BYTES = 250 << 20  # in flight, as in DDP
 _MOST_COPIED_BYTES = 64 << 20
 
 
-class ReducerRoad(Road):
+class ReducerRoad(Road, Joinable):
     """Averages a model's gradients with our own reducer, while a hook is attached.
 
     Args:
@@ -66,6 +66,7 @@ class ReducerRoad(Road):
         elastic: ElasticTraining | None = None,
     ) -> None:
         super().__init__(model)
+        Joinable.__init__(self)
         self._group = group
         self.elastic = elastic
         init_sync = init_sync and elastic is None  # new ranks get more than parameters
@@ -82,7 +83,7 @@ class ReducerRoad(Road):
         # With elastic, rank 0's buffers are sent at the end of a step, which is repeated as a
         # whole.
         self._broadcast_buffers = broadcast_buffers and self._group.size > 1 and elastic is None
-        self._joinable = ReducerJoinable(self)
+        self._is_notified = False  # whether ranks that have joined know about the current step
         make: Callable[..., Reducer] = Reducer
         if elastic is not None:
             make = partial(ElasticReducer, elastic)
@@ -168,11 +169,10 @@ class ReducerRoad(Road):
                 "HookHandle.join: the hook was attached with elastic; a rank without more inputs "
                 "leaves by remove()"
             )
-        return Join([self._joinable])
+        return Join([self])
 
     @property
     def group(self) -> StepGroup:
-        """The group through which the hook communicates."""
         return self._group if self.elastic is None else self.elastic.group
 
     def check_fits(self, attached: Attached) -> None:
@@ -191,7 +191,6 @@ class ReducerRoad(Road):
             self._end_first_broadcast()
 
     def parameter_buckets(self) -> list[list[Tensor]]:
-        """The parameters of each bucket, in order."""
         return self.reducer.parameter_buckets()
 
     def broadcast_from(self, rank: int) -> None:
@@ -233,12 +232,36 @@ class ReducerRoad(Road):
 
     def shadow_step(self) -> None:
         """Take part in the others' step, with gradients of zero."""
-        self._joinable.take_part()
+        self._is_notified = True  # by another rank
         model = self.model()
         assert model is not None
         if model.training and self._broadcast_buffers:
             self._send_buffers(model, joined=True)
         self.reducer.shadow_step()
+
+    def end_join(self, is_last_joiner: bool) -> None:
+        """Take the parameters of a rank that left a join context last."""
+        self._join_config = type(self._join_config).construct_disabled_join_config()
+        self._is_notified = False
+        self.broadcast_from(self._common_rank(is_last_joiner))
+
+    def _common_rank(self, candidate: bool) -> int:
+        """The highest rank among the candidates."""
+        own = self._group.rank if candidate else -1
+        rank = torch.tensor([own], dtype=torch.int64, device=self.join_device)
+        dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=self.join_process_group)
+        return int(rank.item())
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return _Shadow(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        return self.reducer.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        return self._group.parent
 
     @left_to_python
     def _close(self) -> None:
@@ -252,7 +275,6 @@ class ReducerRoad(Road):
 
     @property
     def is_closing(self) -> bool:
-        """Whether the last backward is still running."""
         return self._closed and not self.reducer.is_closed
 
     def _reducer_closed(self) -> None:
@@ -282,9 +304,21 @@ class ReducerRoad(Road):
         # None if the model's own forward was not called.
         return self._wants_sync() if decided is None else decided
 
+    @property
+    def _joins(self) -> bool:
+        """Whether a join context is active."""
+        enable: bool = self._join_config.enable
+        return enable
+
     def _in_join(self) -> bool:
         """Whether ranks that have joined know about the current step."""
-        return self._joinable.is_notified
+        return self._joins and self._is_notified
+
+    def _notify(self) -> None:
+        """Notify the ranks that have joined of a step, once."""
+        if self._joins and not self._is_notified:
+            self._is_notified = True
+            Join.notify_join_context(self)
 
     def before_forward(self, module: nn.Module) -> None:
         """Check the parameters and send buffers. The model calls this before its own forward."""
@@ -300,10 +334,10 @@ class ReducerRoad(Road):
         # The first forward after a backward that synchronises, whether or not it does so itself. A
         # second forward before the backward must not write buffers that autograd has saved.
         send = self._buffers_changed
-        if self._joinable.enabled:
+        if self._joins:
             if not sync:
                 return
-            _notify(self._joinable)
+            _notify(self)
             send = True
         if self.elastic is not None:
             self.elastic.before_forward()
@@ -320,16 +354,14 @@ class ReducerRoad(Road):
                 self._to_check = self._to_check[:1]
             if not self._seen_in_forward:
                 self._check_parameters()
-            self._joinable.notify()  # if the model's own forward was not called
+            self._notify()  # if the model's own forward was not called
         else:
-            self._seen_in_forward = False
-            self._joinable.step_ended()
+            self._seen_in_forward = self._is_notified = False
 
     def _on_captured(self) -> None:
         """Note that compiled autograd captures a backward; it reports no end."""
         self._buffers_changed = self._buffers_changed or self._next_syncs()
-        self._seen_in_forward = False
-        self._joinable.step_ended()
+        self._seen_in_forward = self._is_notified = False
 
     def _check_parameters(self) -> None:
         change = self._watched.change()
@@ -343,8 +375,8 @@ class ReducerRoad(Road):
 
     def _send_buffers(self, module: nn.Module, joined: bool = False) -> None:
         source = 0
-        if self._joinable.enabled:  # rank 0 may have no more steps of its own
-            source = self._joinable.common_rank(not joined)
+        if self._joins:  # rank 0 may have no more steps of its own
+            source = self._common_rank(not joined)
         by_device: dict[torch.device, list[Tensor]] = {}
         for buffer in buffers_of(module).values():
             by_device.setdefault(buffer.device, []).append(buffer)
@@ -376,78 +408,22 @@ def _fuse_again(road: ReducerRoad) -> None:
         torch._inductor.config._fuse_ddp_communication = _fusion_before
 
 
-# ---- uneven inputs: a rank without inputs takes part in the others' steps with zeros -------------
-
-
-class ReducerJoinable(Joinable):
-    """Lets ``torch.distributed.algorithms.join.Join`` use a model that has a hook."""
+class _Shadow(JoinHook):
+    """A rank without more inputs: it takes part in the others' steps with zeros."""
 
     def __init__(self, road: ReducerRoad) -> None:
-        super().__init__()
-        self.road = road
-        self._notified = False
-
-    @property
-    def enabled(self) -> bool:
-        """Whether a join context is active."""
-        enable: bool = self._join_config.enable
-        return enable
-
-    @property
-    def is_notified(self) -> bool:
-        """Whether the ranks that have joined know about this step."""
-        return self.enabled and self._notified
-
-    def notify(self) -> None:
-        """Notify the ranks that have joined of a step, once."""
-        if self.enabled and not self._notified:
-            self._notified = True
-            Join.notify_join_context(self)
-
-    def take_part(self) -> None:
-        """Take part in a step of which another rank has notified this one, which has joined."""
-        self._notified = True
-
-    def step_ended(self) -> None:
-        """Note that the next step needs a new notification."""
-        self._notified = False
-
-    def common_rank(self, candidate: bool) -> int:
-        """The highest rank among the candidates."""
-        own = self.road.group.rank if candidate else -1
-        rank = torch.tensor([own], dtype=torch.int64, device=self.join_device)
-        dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=self.join_process_group)
-        return int(rank.item())
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        return _Shadow(self)
-
-    @property
-    def join_device(self) -> torch.device:
-        return self.road.reducer.device
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        return self.road.group.parent
-
-
-class _Shadow(JoinHook):
-    def __init__(self, joinable: ReducerJoinable) -> None:
-        self._joinable = joinable
+        self._road = road
 
     def main_hook(self) -> None:
-        self._joinable.road.shadow_step()
+        self._road.shadow_step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        joinable = self._joinable
-        joinable._join_config = type(joinable._join_config).construct_disabled_join_config()
-        joinable.step_ended()
-        joinable.road.broadcast_from(joinable.common_rank(is_last_joiner))
+        self._road.end_join(is_last_joiner)
 
 
 @torch.compiler.disable
-def _notify(joinable: ReducerJoinable) -> None:
-    joinable.notify()
+def _notify(road: ReducerRoad) -> None:
+    road._notify()
 
 
 def _sparse_names(model: nn.Module) -> frozenset[str]:

@@ -140,6 +140,15 @@ class BucketState:
         if not torch.compiler.is_dynamo_compiling():
             self.native.drop_gradients()
 
+    def set_arrived(self, missing: set[int]) -> None:
+        """Note which parameters' gradients are missing at the end of an eager backward."""
+        self.pending = sum(number in missing for number in self.members) if missing else 0
+        if missing:
+            self.arrived = [
+                None if number in missing else parameter
+                for number, parameter in zip(self.members, self.parameters, strict=True)
+            ]
+
     def gradients(self) -> list[Tensor]:
         """The gradients, for a traced hook; zeros for missing ones."""
         # Compiled autograd knows the tensors that it gives its hooks, but no other path to the

@@ -55,9 +55,10 @@ import torch._dynamo
 from torch import Tensor
 from torch._dynamo import compiled_autograd
 
+from torch_commhook.buckets.grad_bucket import assign_buckets, split_by_kind
 from torch_commhook.collectives.futures import is_capturing
 from torch_commhook.native.runtime import left_to_python
-from torch_commhook.reducer.buckets import BucketOrder
+from torch_commhook.reducer.buckets import BucketOrder, BucketState
 from torch_commhook.reducer.compiled_step import (
     CompiledBackward,
     CompiledStep,
@@ -67,12 +68,7 @@ from torch_commhook.reducer.compiled_step import (
     reducers,
 )
 from torch_commhook.reducer.eager_step import EagerBackward, EagerStep
-from torch_commhook.reducer.parameters import (
-    FormedBuckets,
-    ParameterHooks,
-    ParameterUse,
-    ReducerParameters,
-)
+from torch_commhook.reducer.parameters import ParameterHooks, ParameterUse, ReducerParameters
 from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.step_group import RunningBackward, StepGroup
 
@@ -164,9 +160,11 @@ class Reducer:
         self._closes = False  # at the end of this backward
         self._memory_is_old = False  # buckets have the memory of this backward's hook
         self._begun_count = 0  # the number of backward passes so far
-        self._buckets = FormedBuckets(
-            self.parameters, capacity_bytes=capacity_bytes, as_views=as_views
-        )
+        self._capacity_bytes = capacity_bytes
+        self._as_views = as_views
+        self._buckets: list[BucketState] = []
+        # By parameter name: its bucket, and its place there.
+        self._places: dict[str, tuple[BucketState, int]] = {}
         self._hooks = ParameterHooks(self, self.parameters)
         self._arrivals = self._hooks.arrivals
         self.use = ParameterUse(self.parameters, self._arrivals.touched)
@@ -192,7 +190,7 @@ class Reducer:
         if self._is_under_way():  # that backward continues with its own hook's memory
             self._memory_is_old = True
         else:
-            self._buckets.prepare_memory(attached)
+            self._prepare_memory()
 
     def _connect_hook(self, attached: Attached) -> None:
         """Set the group through which a hook communicates."""
@@ -204,38 +202,85 @@ class Reducer:
     def _renew_memory(self) -> None:
         """Renew the memory after the backward in which another hook was attached."""
         self._memory_is_old = False
-        self._buckets.prepare_memory(self._attached)
+        self._prepare_memory()
+
+    def _prepare_memory(self) -> None:
+        """Let the hook ask for its memory of each bucket, outside of compilers."""
+        attached = self._attached
+        for bucket in self._buckets:
+            bucket.memory = (
+                None if attached is None else attached.memory_of(bucket.parameters, bucket.index)
+            )
 
     def memory_loaded(self, buckets: list[list[str]]) -> None:
-        """Use the buckets of a memory that was loaded."""
+        """Use the buckets of a memory that was loaded, if it has the same parameters.
+
+        Their dtypes may differ.
+
+        Args:
+            buckets: the names of the parameters in each bucket.
+        """
         # By the memory's names, which are the model's own, also inside DDP.
-        attached = self._attached
-        names = None if attached is None else attached.memory.names_of(self.parameters.tensors)
-        if self._is_under_way() or not self._buckets.fill_as(buckets, names or []):
-            self._buckets.prepare_memory(attached)
+        attached, parameters = self._attached, self.parameters
+        names = (attached and attached.memory.names_of(parameters.tensors)) or []
+        numbers = {name: number for number, name in enumerate(names)}
+        is_same = sorted(numbers) == sorted(name for bucket in buckets for name in bucket)
+        if self._is_under_way() or not is_same:
+            self._prepare_memory()
             return
+        assigned: list[list[int]] = []
+        for bucket in buckets:
+            members = [numbers[name] for name in bucket]
+            kinds = split_by_kind(
+                [parameters.tensors[i] for i in members], [parameters.sparse[i] for i in members]
+            )
+            assigned += [[members[place] for place in places] for places in kinds]
         self._order.settle()
-        self._buckets_formed()
+        self._form(assigned)
 
     def keep_buckets(self) -> None:
         """Do not rebuild the buckets any more."""
         self._order.settle()
 
     def _fill_buckets(self, order: Sequence[int]) -> None:
-        self._buckets.fill_in_order(order)
-        self._buckets_formed()
+        """Fill buckets with the parameters in an order of their numbers."""
+        parameters, order = self.parameters, list(order)
+        assigned = assign_buckets(
+            [parameters.tensors[i] for i in order],
+            [parameters.sparse[i] for i in order],
+            self._capacity_bytes,
+        )
+        self._form([[order[place] for place in places] for places in assigned])
 
-    def _buckets_formed(self) -> None:
-        self._buckets.prepare_memory(self._attached)
-        self._hooks.renew(self._ready_hook, self._buckets.bucket_of_each())
+    def _form(self, assigned: Sequence[Sequence[int]]) -> None:
+        """Form buckets of the parameters with these numbers."""
+        parameters = self.parameters
+        self._buckets = [
+            BucketState(
+                index,
+                members,
+                [parameters.tensors[i] for i in members],
+                sparse=parameters.sparse[members[0]],
+                as_views=self._as_views,
+            )
+            for index, members in enumerate(assigned)
+        ]
+        self._places.clear()
+        bucket_of = [0] * len(parameters)
+        for bucket in self._buckets:
+            for place, number in enumerate(bucket.members):
+                self._places[parameters.names[number]] = bucket, place
+                bucket_of[number] = bucket.index
+        self._prepare_memory()
+        self._hooks.renew(self._ready_hook, bucket_of)
 
     def parameter_buckets(self) -> list[list[Tensor]]:
         """Each bucket's parameters."""
-        return [list(bucket.parameters) for bucket in self._buckets.all]
+        return [list(bucket.parameters) for bucket in self._buckets]
 
     def buckets(self) -> list[list[str]]:
         """The names of each bucket's parameters."""
-        return self._buckets.names()
+        return [[self.parameters.names[i] for i in bucket.members] for bucket in self._buckets]
 
     def shadow_step(self) -> None:
         """Take part in a step of the other ranks with zeros, and leave the gradients unchanged."""
@@ -265,6 +310,7 @@ class Reducer:
         elif not self.is_closed:
             self._hooks.remove()
             self._reset()
+            self._places.clear()
             self._buckets.clear()
             self.parameters.tensors.clear()
             self._on_closed()
@@ -324,7 +370,7 @@ class Reducer:
     @left_to_python
     def bucket_full(self, index: int) -> None:
         """Note the last gradient of a bucket."""
-        self._buckets.all[index].pending = 0
+        self._buckets[index].pending = 0
         eager = self._eager
         step = None if eager is None else eager.step
         if eager is None or step is None:
@@ -363,7 +409,8 @@ class Reducer:
         missing = set(self._arrivals.missing())
         if nested and missing:
             return
-        self._buckets.set_arrived(missing)
+        for bucket in self._buckets:
+            bucket.set_arrived(missing)
         self._finish(self._eager.step)
 
     # ---- a backward of compiled autograd ---------------------------------------------------------
@@ -377,7 +424,7 @@ class Reducer:
         def ready(parameter: Tensor) -> None:
             if not _is_compiling() and not compiled_autograd.in_compiled_autograd_region:
                 return  # C++ counts
-            bucket, place = reducer._buckets.places[name]
+            bucket, place = reducer._places[name]
             compiled = reducer._compiled
             if compiled is None:
                 compiled = reducer._begin_compiled()
@@ -400,7 +447,7 @@ class Reducer:
         attached, step = self._synchronising_hook(), None
         if attached is not None:
             step = CompiledStep(
-                attached, self._buckets.all, self.parameters, self.use, self.group, self._traced
+                attached, self._buckets, self.parameters, self.use, self.group, self._traced
             )
             if _is_compiling():
                 step.begin_traced()
@@ -472,7 +519,7 @@ class Reducer:
         return None
 
     def _step(self, attached: Attached) -> EagerStep:
-        return EagerStep(attached, self._buckets.all, self.parameters, self.use, self.group)
+        return EagerStep(attached, self._buckets, self.parameters, self.use, self.group)
 
     def _begin_step(self, step: EagerStep) -> None:
         try:
@@ -560,7 +607,7 @@ class Reducer:
         self._reset()
 
     def _reset(self) -> None:
-        for bucket in self._buckets.all:
+        for bucket in self._buckets:
             bucket.reset()
         if self._eager is not None:
             self._eager.end()

@@ -505,7 +505,6 @@ class ShardedRoad(Road):
         return group
 
     def check_fits(self, attached: Attached) -> None:
-        """Refuse a hook that does not support a sharded model."""
         check_fits(attached, "HookHandle.replace")
 
     def agree(self, what: str, error: Exception | None, settings: dict[str, object]) -> None:
@@ -532,7 +531,6 @@ class ShardedRoad(Road):
 
     @property
     def replica(self) -> ShardedReplica:
-        """This rank's part of a copy of the model."""
         return ShardedReplica(self._step, self.group, self._units, self.device)
 
     def memory_loaded(self, buckets: list[list[str]]) -> None:
