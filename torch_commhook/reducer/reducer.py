@@ -55,10 +55,11 @@ import torch._dynamo
 from torch import Tensor
 from torch._dynamo import compiled_autograd
 
+from torch_commhook import collectives
 from torch_commhook.buckets.grad_bucket import assign_buckets, split_by_kind
 from torch_commhook.collectives.futures import is_capturing
 from torch_commhook.native.runtime import left_to_python
-from torch_commhook.reducer.buckets import BucketOrder, BucketState
+from torch_commhook.reducer.buckets import BucketState
 from torch_commhook.reducer.compiled_step import (
     CompiledBackward,
     CompiledStep,
@@ -171,8 +172,11 @@ class Reducer:
         self._traced = reducers[self.key] = TracedState(
             self.key, self.parameters, self.use, self._hooks.called, change_of_parameters
         )
-        self._order = BucketOrder(self._arrivals, len(self.parameters))
-        self._fill_buckets(self._order.expected)
+        self._is_settled = False  # whether the buckets have their final form
+        self._next_order: list[int] | None = None  # of the next buckets, if the ranks have agreed
+        # The last parameters have the first gradients.
+        self._expected_order = range(len(self.parameters) - 1, -1, -1)
+        self._fill_buckets(self._expected_order)
 
     @property
     def attached(self) -> Attached | None:
@@ -235,12 +239,13 @@ class Reducer:
                 [parameters.tensors[i] for i in members], [parameters.sparse[i] for i in members]
             )
             assigned += [[members[place] for place in places] for places in kinds]
-        self._order.settle()
+        self.keep_buckets()
         self._form(assigned)
 
     def keep_buckets(self) -> None:
         """Do not rebuild the buckets any more."""
-        self._order.settle()
+        self._is_settled = True
+        self._arrivals.stop_noting_order()
 
     def _fill_buckets(self, order: Sequence[int]) -> None:
         """Fill buckets with the parameters in an order of their numbers."""
@@ -554,7 +559,7 @@ class Reducer:
         self._step_ended()
 
     def _agree_on_order(self, attached: Attached) -> None:
-        """Agree on the order in which buckets are rebuilt, if they will be.
+        """Agree on the order in which buckets are rebuilt, if they will be: that on rank 0.
 
         Not for hooks whose result depends on the parameters of a bucket: compiled code has another
         order.
@@ -562,20 +567,28 @@ class Reducer:
         # Ranks that are apart have no means to agree, and a rank that has joined does not know
         # whether the others' backward is compiled.
         is_fixed = attached.is_lossy or attached.keeps_ranks_apart or self._in_join()
-        if not (self._order.is_final or self._compiled is not None or is_fixed):
-            if is_capturing(self.device):
-                raise RuntimeError(
-                    "torch_commhook: a CUDA graph cannot capture the step after which buckets are "
-                    "rebuilt; run a few steps before the capture"
-                )
-            self._order.agree(self.group, self.device)
+        if self._is_settled or self._compiled is not None or is_fixed:
+            return
+        if is_capturing(self.device):
+            raise RuntimeError(
+                "torch_commhook: a CUDA graph cannot capture the step after which buckets are "
+                "rebuilt; run a few steps before the capture"
+            )
+        # Each parameter once; those without a gradient are last.
+        order = list(dict.fromkeys([*self._arrivals.take_order(), *self._expected_order]))
+        if self.group.size > 1:
+            at = "cpu" if self.group.recovers else self.device
+            agreed = torch.tensor(order, dtype=torch.int64, device=at)
+            collectives.broadcast(agreed, group=self.group.group).wait()
+            order = agreed.tolist()
+        self._next_order = order
 
     def _step_ended(self) -> None:
         self._reset()
         self._on_step(False)
-        order = self._order.take()
+        order, self._next_order = self._next_order, None
         if order is not None and not self.is_closed:
-            self._order.settle()
+            self.keep_buckets()
             self._fill_buckets(order)
 
     # ---- failure ---------------------------------------------------------------------------------
