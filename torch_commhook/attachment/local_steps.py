@@ -349,13 +349,14 @@ class LocalSteps:
             self._round.next_turn()
             return
         begun = BackgroundExchange(
+            self._attached,
             self._replica,
             fragment,
             began_at=self._round.steps,
             keeps_all=self._training is not None,
         )
         self._background = begun
-        begun.begin(self._attached, self._pieces(fragment), self._agree_on_anchors)
+        begun.begin(self._pieces(fragment), self._agree_on_anchors)
         self._round.next_turn()
 
     @torch.inference_mode(False)
@@ -618,6 +619,7 @@ class LocalSteps:
         if checked.means is not None:
             steps = position["steps_in_flight"]
             self._background = BackgroundExchange(
+                self._attached,
                 self._replica,
                 self._round.fragment_before,
                 began_at=self._round.began_at(steps),
