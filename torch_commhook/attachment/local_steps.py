@@ -85,7 +85,7 @@ class LocalSteps:
         # First: the model's other messages before a forward come after the exchange.
         self._forward_handle = register_first(model, BeforeForward(self))
         add_step_counter(self)
-        self._end = weakref.finalize(model, self._model_gone)
+        self._end = weakref.finalize(model, self.close, "lost its model")
         self._end.atexit = False
         warn_at_exit(self)
 
@@ -96,23 +96,26 @@ class LocalSteps:
         assert isinstance(hook, local_sgd)
         return hook
 
-    def close(self) -> None:
-        """Stop counting."""
+    def close(self, what: str = "was removed") -> None:
+        """Stop counting.
+
+        Args:
+            what: as for :meth:`warn_if_apart`.
+        """
         self._end.detach()
         try:
-            self.warn_if_apart("was removed")
+            self.warn_if_apart(what)
         finally:  # the warning may be an error
-            self._stop()
+            self._is_over = True
+            forget(self)
+            self._forward_handle.remove()
+            remove_step_counter(self)
+            if self._background is not None:
+                self._background.leave()
 
     def handle_gone(self) -> None:
         """Warn, since only the next exchanges can give the ranks the same parameters now."""
         self.warn_if_apart("lost its handle")
-
-    def _model_gone(self) -> None:
-        try:
-            self.warn_if_apart("lost its model")
-        finally:
-            self._stop()
 
     def warn_if_apart(self, what: str) -> None:
         """Warn once if the ranks' parameters differ now.
@@ -143,14 +146,6 @@ class LocalSteps:
     def _by_name(self) -> dict[str, Tensor]:
         """The parameters that still exist, as the hook's memory has them."""
         return self._replica.find(self._names)
-
-    def _stop(self) -> None:
-        self._is_over = True
-        forget(self)
-        self._forward_handle.remove()
-        remove_step_counter(self)
-        if self._background is not None:
-            self._background.leave()
 
     # ---- counting steps --------------------------------------------------------------------------
 

@@ -269,13 +269,9 @@ class NoAgreement:
     """Replaces a :class:`StepGroup` in steps that each rank takes alone."""
 
     size = 1
-    recovers = False
     shares_used = False
 
     def begin(self) -> None:
-        """Nothing."""
-
-    def end(self) -> None:
         """Nothing."""
 
     def commit(self, used: Tensor) -> None:

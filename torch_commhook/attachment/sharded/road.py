@@ -242,7 +242,7 @@ class ShardedRoad(Road):
                     future = attached.start_on_shards(bucket, where)
                 traffic = meter.traffic(tensor.numel(), tensor.dtype)
 
-                def finish(_: Any) -> None:
+                def finish() -> None:
                     assert isinstance(attached.memory, UnshardedMemory)
                     if memory is not None:
                         attached.memory.clear_padding(memory)
@@ -318,7 +318,7 @@ class ShardedRoad(Road):
             bucket, hook_on_bucket(attached.name, unit.number, len(self._units))
         )
 
-        def finish(_: Any) -> None:
+        def finish() -> None:
             result = call.result()
             if call.local is not None:
                 result = attached.stages.after(bucket, result, call.local, call.where)

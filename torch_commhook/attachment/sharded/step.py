@@ -58,7 +58,7 @@ class Exchange:
     future: torch.futures.Future[Any]
     where: str
     group: StepGroup
-    finish: Callable[[Any], None]
+    finish: Callable[[], None]
     target: torch.Tensor
 
     def wait(self) -> None:
@@ -68,7 +68,8 @@ class Exchange:
             Exception: it failed.
         """
         _C.wait_for_result(self.future, self.where, self.group.timeout.total_seconds())
-        self.finish(self.future.wait())
+        self.future.wait()
+        self.finish()
 
 
 # ---- the process groups of a sharded model, and the steps that they take together ----------------
