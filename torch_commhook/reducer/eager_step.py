@@ -176,8 +176,9 @@ class EagerStep:
 
     def run_in_cpp(self) -> None:
         """Let C++ run the hook, if it and the buckets need no Python."""
-        hook, own, buckets = self.attached.cpp_hook, self.attached.own_group, self._buckets
+        hook, buckets = self.attached.cpp_hook, self._buckets
         if hook is not None and all(b.in_own_dtype and not b.dtype.is_complex for b in buckets):
+            own = self.attached.own_group
             groups = [self._group.group_for(b.device) if own is None else own for b in buckets]
             self.cpp = CppRun(hook, buckets, groups, self._check_layouts)
 
