@@ -667,7 +667,8 @@ class DdpRoad(Road):
         from torch_commhook.attachment.reducer_road import ReducerRoad
 
         self.successor = successor = ReducerRoad.of_ddp(model, named, self._group)
-        successor.reducer.use.set_before(used_before)
+        used = torch.tensor(used_before, dtype=torch.uint8, device="cpu")
+        successor.reducer.use.touched.copy_(used)
         attached, self.attached = self.attached, None
         successor.attached = attached
         try:

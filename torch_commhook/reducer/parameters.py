@@ -126,14 +126,6 @@ class ParameterUse:
         """Treat all existing gradients as this rank's own."""
         self.touched.fill_(1)
 
-    def set_before(self, used: Sequence[bool]) -> None:
-        """Mark parameters as used in a backward that did not synchronise.
-
-        Args:
-            used: for each parameter, whether it was used.
-        """
-        self.touched.copy_(torch.tensor(used, dtype=torch.uint8, device="cpu"))
-
     def forget(self) -> None:
         """Note that the gradients of earlier backward passes have been averaged."""
         self.touched.zero_()

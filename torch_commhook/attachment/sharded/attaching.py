@@ -93,7 +93,16 @@ class AttachingToShards(Attaching):
         _check_weights(units, self.weights)
         self.attached = self._checked_on(not has_replicas, hook, self.state)
         if shard_hook is not None:
-            _check_shard_hook(first, has_replicas)
+            if not has_replicas:
+                raise ValueError(
+                    "attach: shard_hook is for models on a mesh of two dimensions, whose replicas "
+                    "the hook averages across; on one dimension the hook itself averages the shards"
+                )
+            if fsdp.shard_group(first) is None:
+                raise ValueError(
+                    "attach: shard_hook is for sharded models, and replicate() leaves parameters "
+                    "whole"
+                )
             self._beside = self._checked_on(True, shard_hook, None, beside=True)
         shared = _shared(units, self.attached, self._beside, self.weights)
         shared |= self.common_settings()
@@ -216,18 +225,6 @@ def _parameters(model: nn.Module, units: list[Unit]) -> list[tuple[str, Tensor]]
                 "in its ignored_params; neither fully_shard() nor the hook averages its gradient"
             )
     return found
-
-
-def _check_shard_hook(group: fsdp.ParamGroup, has_replicas: bool) -> None:
-    if not has_replicas:
-        raise ValueError(
-            "attach: shard_hook is for models on a mesh of two dimensions, whose replicas the hook "
-            "averages across; on one dimension the hook itself averages the shards"
-        )
-    if fsdp.shard_group(group) is None:
-        raise ValueError(
-            "attach: shard_hook is for sharded models, and replicate() leaves parameters whole"
-        )
 
 
 def check_weights_codec(weights: object) -> None:

@@ -29,7 +29,6 @@ from torch_commhook.attachment.sharded import fsdp
 from torch_commhook.attachment.sharded.fsdp import (
     check_backward,
     check_fits,
-    settings_by_ranks,
     warn_of_memory,
 )
 from torch_commhook.attachment.sharded.step import (
@@ -45,7 +44,6 @@ from torch_commhook.attachment.sharded.unit import (
     ReplicaGroup,
     Unit,
     process_groups,
-    without_reductions,
 )
 from torch_commhook.attachment.training_state import BeforeForward, register_first
 from torch_commhook.buckets.grad_bucket import hook_on_bucket
@@ -58,7 +56,7 @@ from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory.bucket_memory import BucketWithMemory, ShardedBucket
 from torch_commhook.memory.hook_memory import HookMemory
-from torch_commhook.memory.sharded_memory import UnshardedMemory
+from torch_commhook.memory.sharded_memory import ReplicaMemory, UnshardedMemory
 from torch_commhook.metrics import (
     BucketTraffic,
     HookStats,
@@ -509,7 +507,11 @@ class ShardedRoad(Road):
 
     def agree(self, what: str, error: Exception | None, settings: dict[str, object]) -> None:
         """Raise on all ranks of the mesh if one fails or settings differ; as :func:`agree`."""
-        of_all, of_shard = settings_by_ranks(self._memory, settings)
+        memory, of_all, of_shard = self._memory, dict(settings), {}
+        choices = "the state's choices"  # which only the replicas of a shard share
+        if choices in settings and isinstance(memory, ReplicaMemory):
+            name = f"{choices} for shard {memory.shard[0]} of part {memory.part[0]}"
+            of_shard = {name: of_all.pop(choices)}
         agree_across(self.parents, what, error, of_all, of_shard)
 
     @property
@@ -540,7 +542,7 @@ class ShardedRoad(Road):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let gradients accumulate in a block; as ``set_requires_gradient_sync(False)``."""
-        return without_reductions(self._units)
+        return fsdp.without_reductions([unit.group for unit in self._units])
 
     def join(self) -> NoReturn:
         raise RuntimeError(

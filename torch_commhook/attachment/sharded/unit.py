@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -305,16 +304,3 @@ def process_groups(units: list[Unit]) -> list[dist.ProcessGroup]:
     failed step.
     """
     return list(dict.fromkeys(group for unit in units for group in fsdp.axes(unit.group)))
-
-
-@contextmanager
-def without_reductions(units: Sequence[Unit]) -> Iterator[None]:
-    """Let units reduce no gradients inside the block."""
-    before = [(unit.group, fsdp.sync_flags(unit.group)) for unit in units]
-    for group, _ in before:
-        fsdp.set_sync_flags(group, (False, False))
-    try:
-        yield
-    finally:
-        for group, flags in before:
-            fsdp.set_sync_flags(group, flags)
