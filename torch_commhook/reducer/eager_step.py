@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook import _C
@@ -25,79 +24,6 @@ from torch_commhook.reducer.buckets import BucketState, ReducerBucket
 from torch_commhook.reducer.parameters import NoAgreement, ParameterUse, ReducerParameters
 from torch_commhook.step.attached_hook import DRAIN_SECONDS, Attached, HookCall
 from torch_commhook.step.step_group import RunningBackward, StepGroup
-
-# ---- runs a hook in C++ on the reducer's buckets in an eager backward ----------------------------
-
-
-class CppRun:
-    """A running C++ hook, and its results.
-
-    Args:
-        hook: the hook.
-        buckets: all of the reducer's buckets.
-        groups: the process group of each bucket.
-        check_layouts: raises if a gradient of a bucket has an unexpected layout.
-
-    Attributes:
-        native: notifies C++ of full buckets.
-    """
-
-    def __init__(
-        self,
-        hook: _C.CppHook,
-        buckets: Sequence[BucketState],
-        groups: list[dist.ProcessGroup],
-        check_layouts: Callable[[BucketState], None],
-    ) -> None:
-        self.native = _C.ReducerRun(hook, [bucket.native for bucket in buckets], groups)
-        self._buckets = buckets
-        self._check_layouts = check_layouts
-
-    @property
-    def started(self) -> int:
-        """The number of buckets on which the hook was started."""
-        return self.native.started
-
-    def results(self, seconds: float) -> list[tuple[BucketState, Tensor]]:
-        """Wait for the hook, at most ``seconds`` for each bucket, and write its results.
-
-        Returns:
-            The buckets with parameters without a gradient, and their results.
-
-        Raises:
-            TimeoutError, or the hook's error.
-        """
-        late = [bucket for bucket in self._buckets if bucket.pending]
-        try:
-            results = self.native.finish([bucket.index for bucket in late], seconds)
-        except TypeError as error:
-            self.explain(error)
-            raise
-        return list(zip(late, results, strict=True))
-
-    def explain(self, error: BaseException) -> None:
-        """Raise the cause of an error of the bucket that was started last, if it is known."""
-        if not isinstance(error, TypeError):
-            return
-        bucket = self._buckets[self.started - 1]
-        if bucket.native.gradients():
-            self._check_layouts(bucket)
-
-    def traffic(self) -> list[BucketTraffic]:
-        """The traffic of each bucket."""
-        return [
-            BucketTraffic(bucket.numel, bucket.dtype, sent, sent)
-            for bucket, sent in zip(self._buckets, self.native.bytes_sent(), strict=True)
-        ]
-
-    def drain(self, seconds: float) -> None:
-        """Wait for running collectives, and ignore their results."""
-        with suppress(Exception):
-            self.native.drain(seconds)
-
-
-# ---- one backward of our reducer in eager code, from its first gradient to its end ---------------
-
 
 _ALONE = NoAgreement()
 
@@ -131,7 +57,7 @@ class EagerStep:
     Attributes:
         attached: the hook, even if another one is attached meanwhile.
         agreement: the ranks' agreement on the step.
-        cpp: the running C++ hook, if it is one.
+        cpp: the running hook, if it is in C++: to be notified of full buckets.
         has_begun: whether the ranks know about the step.
     """
 
@@ -148,7 +74,7 @@ class EagerStep:
     ) -> None:
         self.attached = attached
         self.agreement: StepGroup | NoAgreement = _ALONE if attached.keeps_ranks_apart else group
-        self.cpp: CppRun | None = None
+        self.cpp: _C.ReducerRun | None = None
         self.has_begun = False
         self._buckets = buckets
         self._parameters = parameters
@@ -180,7 +106,7 @@ class EagerStep:
         if hook is not None and all(b.in_own_dtype and not b.dtype.is_complex for b in buckets):
             own = self.attached.own_group
             groups = [self._group.group_for(b.device) if own is None else own for b in buckets]
-            self.cpp = CppRun(hook, buckets, groups, self._check_layouts)
+            self.cpp = _C.ReducerRun(hook, [bucket.native for bucket in buckets], groups)
 
     def has_started(self, number: int) -> bool:
         """Whether the hook was started on the bucket of a parameter."""
@@ -244,8 +170,11 @@ class EagerStep:
             late = self._results()
             traffic = [started.call.traffic for started in self._started]
         else:
-            late = self.cpp.results(self._group.timeout.total_seconds())
-            traffic = self.cpp.traffic()
+            late = self._results_of_cpp(self.cpp)
+            traffic = [
+                BucketTraffic(bucket.numel, bucket.dtype, sent, sent)
+                for bucket, sent in zip(self._buckets, self.cpp.bytes_sent(), strict=True)
+            ]
         used = self._use.locally_used(self._buckets, self.agreement)
         self.agreement.commit(used)
         self._apply(late, used, traffic)
@@ -274,6 +203,32 @@ class EagerStep:
             for index, of_bucket in enumerate(traffic):
                 attached.count_bucket(index, count, of_bucket, first=index == 0)
         self._use.forget()
+
+    def _results_of_cpp(self, cpp: _C.ReducerRun) -> list[tuple[BucketState, Tensor]]:
+        """Wait for a hook in C++, which writes its results.
+
+        Returns:
+            The buckets with parameters without a gradient, and their results.
+
+        Raises:
+            TimeoutError, or the hook's error.
+        """
+        late = [bucket for bucket in self._buckets if bucket.pending]
+        try:
+            seconds = self._group.timeout.total_seconds()
+            results = cpp.finish([bucket.index for bucket in late], seconds)
+        except TypeError as error:
+            self.explain(error)
+            raise
+        return list(zip(late, results, strict=True))
+
+    def explain(self, error: BaseException) -> None:
+        """Raise the cause of a C++ hook's error on the last started bucket, if it is known."""
+        if self.cpp is None or not isinstance(error, TypeError):
+            return
+        bucket = self._buckets[self.cpp.started - 1]
+        if bucket.native.gradients():
+            self._check_layouts(bucket)
 
     def _results(self) -> list[tuple[BucketState, Tensor]]:
         """Run the hook on the remaining buckets, and write results that need not wait.
@@ -387,7 +342,8 @@ class EagerStep:
         seconds = DRAIN_SECONDS if patient else _LATE_SECONDS
         deadline = time.monotonic() + seconds
         if self.cpp is not None:
-            self.cpp.drain(seconds)
+            with suppress(Exception):  # a consequence of the failure
+                self.cpp.drain(seconds)
         for started in self._started:
             started.call.drain(deadline)
 

@@ -350,7 +350,7 @@ class Reducer:
         eager.enter(task, running)
         step = eager.step
         cpp = None if step is None else step.cpp
-        self._arrivals.count_in_this_backward(step is not None, None if cpp is None else cpp.native)
+        self._arrivals.count_in_this_backward(step is not None, cpp)
         nested, number = running.is_nested, self._begun_count
         _engine.queue_callback(left_to_python(lambda: self._end_of_backward(nested, number)))
 
@@ -399,8 +399,8 @@ class Reducer:
         """Note that the C++ hook raised when it was started on a bucket."""
         step = None if self._eager is None else self._eager.step
         try:
-            if step is not None and step.cpp is not None:  # while this is running
-                step.cpp.explain(error)
+            if step is not None:
+                step.explain(error)
         except TypeError as explained:
             error = explained
         self._abort(step, error)
