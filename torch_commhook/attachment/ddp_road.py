@@ -52,15 +52,6 @@ def _used_before(model: DistributedDataParallel, named: Sequence[tuple[str, Tens
     return [parameter.grad is not None for _, parameter in named]
 
 
-def _delivery(model: DistributedDataParallel) -> str:
-    """Who writes a bucket's result into the gradients (csrc/runtime/reducer/ddp_hook.h)."""
-    if model.find_unused_parameters or model.static_graph:
-        return "reducer"  # only DDP knows which gradients must stay unchanged
-    if any(parameter.is_complex() for parameter in model.parameters()):
-        return "reducer"  # the operators support no complex tensors
-    return "buffer" if model.gradient_as_bucket_view else "write"
-
-
 # ---- a static graph of DDP whose first backward has not ended ------------------------------------
 #
 # In the first backward DDP notes once that it must average all gradients at the end. If an
@@ -360,20 +351,16 @@ class DdpRoad(Road):
         """How the parameters have changed since a hook was attached, or None."""
         return None if self._attached is None else self._watched.change()
 
-    def _numbers_buckets(self) -> bool:
-        """Whether a step's buckets come with the numbers 0, 1, 2 and so on, in this order.
-
-        False for a static graph: DDP numbers each bucket 0 in the first step.
-        """
-        model = self.model()
-        return model is not None and not model.static_graph
-
     # ---- called by the reducer's hook (csrc/runtime/reducer/ddp_hook.h) --------------------------
 
     def choose_delivery(self) -> str:
-        """Who writes a bucket's result into the gradients."""
+        """Who writes a bucket's result into the gradients (csrc/runtime/reducer/ddp_hook.h)."""
         model = self.model()
-        return "reducer" if model is None else _delivery(model)
+        if model is None or model.find_unused_parameters or model.static_graph:
+            return "reducer"  # only DDP knows which gradients must stay unchanged
+        if any(parameter.is_complex() for parameter in model.parameters()):
+            return "reducer"  # the operators support no complex tensors
+        return "buffer" if model.gradient_as_bucket_view else "write"
 
     @left_to_python
     def begin_step(self) -> tuple[_C.CppHook, dist.ProcessGroup, dist.ProcessGroup] | None:
@@ -444,7 +431,10 @@ class DdpRoad(Road):
         kept = self._kept
         if kept is not None and not attached.keeps_ranks_apart:
             kept.keep(index, bucket.parameters(), rebuilt=rebuilt)
-        call = attached.start(bucket, where, in_order=self._numbers_buckets())
+        model = self.model()
+        # In the first step of a static graph DDP gives each bucket the number 0.
+        in_order = model is not None and not model.static_graph
+        call = attached.start(bucket, where, in_order=in_order)
         self._used.append(call.used)
         if call.look is not None:  # the reducer's own callback comes after this one
             call.future.add_done_callback(lambda _, look=call.look: look())
