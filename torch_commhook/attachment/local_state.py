@@ -26,7 +26,6 @@ from torch_commhook.memory.states import (
 )
 from torch_commhook.step.attached_hook import CheckedState
 from torch_commhook.step.step_group import StepGroup
-from torch_commhook.wording import warn_user
 
 # ---- warnings that ranks end with different parameters -------------------------------------------
 
@@ -50,25 +49,6 @@ def warn_at_exit(steps: _KeepsApart) -> None:
 def forget(steps: _KeepsApart) -> None:
     """Do not warn at the end of the process."""
     _attached.discard(steps)
-
-
-def warn_apart(name: str, what: str, steps: int) -> None:
-    """Warn that the ranks' parameters differ, and say how to avoid it.
-
-    Args:
-        name: the hook's name.
-        what: the event, as a verb after the hook's name.
-        steps: steps since the last exchange; 0 if only unsent updates differ.
-    """
-    if steps:
-        when = f"{steps} step{'' if steps == 1 else 's'} after the ranks' last exchange"
-    else:
-        when = "while ranks had updates that they had not sent"
-    warn_user(
-        f"torch_commhook: hook '{name}' {what} {when}, so the ranks' parameters differ. Call "
-        "HookHandle.synchronize() first, on all ranks",
-        RuntimeWarning,
-    )
 
 
 def _at_exit() -> None:

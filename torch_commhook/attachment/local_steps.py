@@ -20,7 +20,6 @@ from torch_commhook.attachment.local_state import (
     checked_means,
     forget,
     taken_apart,
-    warn_apart,
     warn_at_exit,
 )
 from torch_commhook.attachment.parameter_exchange import (
@@ -42,6 +41,7 @@ from torch_commhook.memory.states import ANCHOR, LOCAL_STEPS, MEANS, PARAMETERS,
 from torch_commhook.memory.watches import cannot_be_captured
 from torch_commhook.metrics import BucketTraffic, count_bucket
 from torch_commhook.step.attached_hook import Attached, CheckedState
+from torch_commhook.wording import warn_user
 
 
 class LocalSteps:
@@ -118,7 +118,7 @@ class LocalSteps:
         self.warn_if_apart("lost its handle")
 
     def warn_if_apart(self, what: str) -> None:
-        """Warn once if the ranks' parameters differ now.
+        """Warn once if the ranks' parameters differ now, and say how to avoid it.
 
         Args:
             what: the event, as a verb after the hook's name.
@@ -126,9 +126,18 @@ class LocalSteps:
         if self._is_over or self._attached.memory.world_size == 1:
             return
         steps = self.done + bool(self._stepped)
-        if steps or any(map(self.hook.is_ahead, self._attached.memory.bucket_memories())):
-            self._is_over = True
-            warn_apart(self._attached.name, what, steps)
+        if steps:
+            when = f"{steps} step{'' if steps == 1 else 's'} after the ranks' last exchange"
+        elif any(map(self.hook.is_ahead, self._attached.memory.bucket_memories())):
+            when = "while ranks had updates that they had not sent"
+        else:
+            return
+        self._is_over = True
+        warn_user(
+            f"torch_commhook: hook '{self._attached.name}' {what} {when}, so the ranks' parameters "
+            "differ. Call HookHandle.synchronize() first, on all ranks",
+            RuntimeWarning,
+        )
 
     def let_go(self) -> None:
         """Release the parameters; :meth:`state_dict` finds them by name."""

@@ -35,26 +35,6 @@ class BucketState:
         memory: the hook's memory of the bucket, for a hook of the library.
     """
 
-    __slots__ = (
-        "_lazy",
-        "arrived",
-        "as_views",
-        "device",
-        "dtype",
-        "in_own_dtype",
-        "index",
-        "is_apart",
-        "largest",
-        "layout",
-        "members",
-        "memory",
-        "native",
-        "numel",
-        "parameters",
-        "pending",
-        "sparse",
-    )
-
     def __init__(
         self,
         index: int,
