@@ -201,8 +201,13 @@ class _AttachingToModule(Attaching):
             self.check_none_given(
                 "be given to DistributedDataParallel, which has it already", "a model of that class"
             )
-            if _lasting_road(model) is None:
-                _check_no_comm_hook(model)
+            registered = getattr(model, "_comm_hooks", [])
+            if registered and _lasting_road(model) is None:
+                raise RuntimeError(
+                    "attach: this DDP has a hook already, registered with register_comm_hook: "
+                    f"'{hook_name(registered[0][0])}'. A reducer keeps its hook for life; wrap the "
+                    "module in a new DistributedDataParallel"
+                )
         self._check_parameters()
         self.claim(self._parameters)
         shared = {"the parameters": described(self._parameters), **self._shared()}
@@ -382,17 +387,6 @@ def _lasting_road(model: object) -> Road | None:
     first = roads.get(model) if isinstance(model, torch.nn.Module) else None
     road = None if first is None else road_in_use(first)
     return road if isinstance(road, DdpRoad) and road.is_alive else None
-
-
-def _check_no_comm_hook(model: DistributedDataParallel) -> None:
-    """Refuse a DDP that has a hook of PyTorch's."""
-    registered = getattr(model, "_comm_hooks", [])
-    if registered:
-        raise RuntimeError(
-            "attach: this DDP has a hook already, registered with register_comm_hook: "
-            f"'{hook_name(registered[0][0])}'. A reducer keeps its hook for life; wrap the "
-            "module in a new DistributedDataParallel"
-        )
 
 
 def _check_capacity(mebibytes: object) -> None:

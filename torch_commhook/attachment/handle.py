@@ -548,6 +548,15 @@ class Attaching(ABC):
     def begin(self, road: Road) -> None:
         """Start the hook on the road."""
         begin_hook(road, self.attached, "attach")
+        count, group = self.connections, road.group
+        if count in (None, 1) or group.size == 1:
+            return
+        is_on_cpu = all(each.device.type == "cpu" for each in self.model.parameters())
+        if not (is_on_cpu and group.takes_connections):
+            warn_user(
+                f"attach: connections={count} has no effect: it applies to ranks over Gloo with "
+                "tensors on the CPU, and not to simulated ranks"
+            )
 
     def _take_back(self, handle: HookHandle | None) -> None:
         """Leave the model as before, after an error."""
@@ -635,8 +644,13 @@ def begin_hook(first: Road, attached: Attached, op: str) -> None:
         Exception: the hook raised it when it asked for memory.
         RuntimeError: the hook raised an exception on another rank.
     """
-    road = road_in_use(first)
-    error = _refused(attached, road)
+    road, hook, error = road_in_use(first), attached.hook, None
+    try:
+        if isinstance(hook, Hook):
+            hook.check_ranks(road.group.parent)
+            hook.check_parameters(attached.memory.store.named_parameters())
+    except Exception as refused:
+        error = refused
     try:
         # Also if this rank refuses the hook: the others may be measuring the link with this rank.
         if error is None or road.elastic is None:
@@ -648,40 +662,15 @@ def begin_hook(first: Road, attached: Attached, op: str) -> None:
                 from torch_commhook.attachment.local_steps import LocalSteps
 
                 attached.local_steps = LocalSteps(model, attached, lambda: road_in_use(first))
-            if isinstance(attached.hook, auto):
+            if isinstance(hook, auto):
                 # Imports what plans steps, which other hooks do not need.
                 from torch_commhook.attachment.choosing import ChoosingByPlan
 
-                attached.choosing = ChoosingByPlan(attached.hook, attached.memory, first)
+                attached.choosing = ChoosingByPlan(hook, attached.memory, first)
     except Exception as raised:
         error = error or raised
     road.agree(op, error, {})
     watch_optimizers(attached)
-    _warn_of_connections(road, attached, op)
-
-
-def _warn_of_connections(road: Road, attached: Attached, op: str) -> None:
-    model, count = road.model(), attached.connections
-    if op != "attach" or model is None or count in (None, 1) or road.group.size == 1:
-        return
-    is_on_cpu = all(each.device.type == "cpu" for each in model.parameters())
-    if not (is_on_cpu and road.group.takes_connections):
-        warn_user(
-            f"attach: connections={count} has no effect: it applies to ranks over Gloo with "
-            "tensors on the CPU, and not to simulated ranks"
-        )
-
-
-def _refused(attached: Attached, road: Road) -> Exception | None:
-    """The error if the hook does not fit the ranks and parameters, or None."""
-    hook = attached.hook
-    try:
-        if isinstance(hook, Hook):
-            hook.check_ranks(road.group.parent)
-            hook.check_parameters(attached.memory.store.named_parameters())
-    except Exception as refused:
-        return refused
-    return None
 
 
 def _shared_of_state(state: dict[str, Any], position: dict[str, Any] | None) -> dict[str, object]:
