@@ -105,7 +105,7 @@ class VirtualStep(ElasticStep):
         self._use: Any = self
         self._next = 0
         self._starting = False
-        self._started: Any = []
+        self._calls: Any = []
         self._averaged = []
         self.train_with(trainer.training)
 
@@ -125,21 +125,21 @@ class VirtualStep(ElasticStep):
         error.copy_(wanted - sent)
         values = [(sent[rank::size].clone(), who) for rank in range(size)]
         tag = self._group.group.begin_exchange("bucket", values)
-        call = SimpleNamespace(traffic=None)
-        self._started.append(SimpleNamespace(bucket=state, values=values, tag=tag, call=call))
+        call = SimpleNamespace(bucket=state, values=values, tag=tag, traffic=None)
+        self._calls.append(call)
 
     def _results(self) -> Any:
         late = []
         group = self._group.group
-        for started in self._started:
-            shards = group.end_exchange(started.tag, started.values)
+        for call in self._calls:
+            shards = group.end_exchange(call.tag, call.values)
             total = torch.stack([shard for shard, _ in shards]).sum(0) / group.size()
             senders = frozenset().union(*(who for _, who in shards))
             result = torch.empty(_ELEMENTS)
             for rank, (mean, theirs) in enumerate(group.exchange("results", (total, senders))):
                 result[rank :: group.size()] = mean
                 senders |= theirs
-            late.append((started.bucket, (result, senders)))
+            late.append((call.bucket, (result, senders)))
         return late
 
     def _of_those_that_give(self, results: Any) -> Any:

@@ -476,7 +476,7 @@ class ElasticStep(EagerStep, RepeatableStep):
         return [(state, scaled_result(result, scale, state.dtype)) for state, result in results]
 
     def _write_results(self) -> None:
-        self._apply(self._late, self.flags, [started.call.traffic for started in self._started])
+        self._apply(self._late, self.flags, [call.traffic for call in self._calls])
 
     def repeat(self, group: StepGroup) -> None:
         self.drop()

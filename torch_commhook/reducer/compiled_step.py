@@ -27,7 +27,7 @@ from torch_commhook.metrics import TRACED_METER, as_text, from_text
 from torch_commhook.native.bucket_ops import check_flat, check_used
 from torch_commhook.native.runtime import left_to_python
 from torch_commhook.reducer.buckets import BucketState, TracedBucket, destinations
-from torch_commhook.reducer.eager_step import EagerStep, StartedBucket
+from torch_commhook.reducer.eager_step import EagerStep
 from torch_commhook.reducer.parameters import ParameterUse, ReducerParameters, missing_in, needs_all
 from torch_commhook.step.attached_hook import Attached, HookCall
 from torch_commhook.step.step_group import StepGroup, groups_by_name
@@ -307,15 +307,16 @@ class CompiledStep(EagerStep):
             call = start_traced(self.attached, bucket, where)
         except Exception:
             _leave_trace()
-        self._started.append(StartedBucket(state, call))
+        self._calls.append(call)
 
     def finish_traced(self) -> None:
         """Finish the step while a compiler traces; as :meth:`finish`."""
         attached = self.attached
         self._start_all()
-        for started in self._started:
-            started.call.future.start_next()
-        results = [self._result(started) for started in self._started]
+        for call in self._calls:
+            call.future.start_next()
+        calls = zip(self._buckets, self._calls, strict=True)
+        results = [self._result(state, call) for state, call in calls]
         used = self._traced.used
         used.fill_(1)
         missing = missing_in(self._buckets)
@@ -363,7 +364,7 @@ class CompiledStep(EagerStep):
     def _count_traced(self, results: list[Tensor]) -> None:
         """Count the buckets' traffic."""
         attached = self.attached
-        buckets = [started.call.traffic for started in self._started]
+        buckets = [call.traffic for call in self._calls]
         if attached.memory.is_empty and not attached.follows_scale:
             attached.traced_steps.add(buckets)
         else:

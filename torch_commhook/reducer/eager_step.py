@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,19 +28,6 @@ _ALONE = NoAgreement()
 
 #: As ``DRAIN_SECONDS``, after a collective has used up its timeout.
 _LATE_SECONDS = 0.5
-
-
-@dataclass(eq=False)
-class StartedBucket:
-    """A bucket on which this step has started the hook.
-
-    Attributes:
-        state: the bucket.
-        call: the hook's call.
-    """
-
-    state: BucketState
-    call: HookCall
 
 
 class EagerStep:
@@ -82,7 +68,7 @@ class EagerStep:
         self._group = group
         self._next = 0  # the next bucket to start
         self._starting = False
-        self._started: list[StartedBucket] = []
+        self._calls: list[HookCall] = []  # of the started buckets
         self._averaged: list[Tensor] = []  # the results of a hook in Python, before post-hooks
 
     def begin(self, on_step: Callable[[bool], None]) -> None:
@@ -146,19 +132,18 @@ class EagerStep:
         except TypeError:  # an unexpected layout may be the cause
             self._check_layouts(state)
             raise
-        self._started.append(StartedBucket(state, call))
+        self._calls.append(call)
 
     def _check_layouts(self, state: BucketState) -> None:
         self._parameters.check_layouts(state.members, state.native.gradients())
 
-    def _result(self, started: StartedBucket) -> Tensor:
+    def _result(self, state: BucketState, call: HookCall) -> Tensor:
         """Wait for the hook's result, check it, and run the post-hooks."""
-        call = started.call
         result = call.wait(self._group.timeout)
         if call.local is None:
             self._averaged.append(result)
             return result
-        keeps = self.attached.keeps_error and started.state.pending
+        keeps = self.attached.keeps_error and state.pending
         self._averaged.append(result.clone() if keeps else result)  # post-hooks may write to it
         return self.attached.stages.after(call.bucket, result, call.local, call.where)
 
@@ -168,7 +153,7 @@ class EagerStep:
         """Finish after the last gradient: wait for the hook, agree with the ranks, and write."""
         if self.cpp is None:
             late = self._results()
-            traffic = [started.call.traffic for started in self._started]
+            traffic = [call.traffic for call in self._calls]
         else:
             late = self._results_of_cpp(self.cpp)
             traffic = [
@@ -239,9 +224,8 @@ class EagerStep:
         """
         self._start_all()
         late = []
-        for started in self._started:
-            result = self._result(started)
-            state = started.state
+        for state, call in zip(self._buckets, self._calls, strict=True):
+            result = self._result(state, call)
             if self._writes_late or state.pending or self.attached.scales_steps:
                 late.append((state, result))
             else:
@@ -316,16 +300,16 @@ class EagerStep:
         """Run the hooks that see the gradients once all are written."""
         stages = self.attached.stages
         if stages.has_post_accumulate_hooks and self.cpp is None:
-            for started in self._started:
-                stages.done(started.call.bucket, started.call.where)
+            for call in self._calls:
+                stages.done(call.bucket, call.where)
 
     def take_part_with_zeros(self) -> None:
         """Take part in the other ranks' steps with zeros, and write nothing."""
         while self._next < len(self._buckets):
             state = self._buckets[self._next]
             self._start(state, [state.zeros(parameter) for parameter in state.parameters])
-        for started in self._started:
-            self._result(started)
+        for state, call in zip(self._buckets, self._calls, strict=True):
+            self._result(state, call)
         used = torch.zeros(len(self._parameters), dtype=torch.uint8, device="cpu")
         self._group.commit(used)
         self.attached.memory.count_step()
@@ -344,12 +328,12 @@ class EagerStep:
         if self.cpp is not None:
             with suppress(Exception):  # a consequence of the failure
                 self.cpp.drain(seconds)
-        for started in self._started:
-            started.call.drain(deadline)
+        for call in self._calls:
+            call.drain(deadline)
 
     def drop(self) -> None:
         """Release the hook's inputs and results, even if an exception references the step."""
-        self._started.clear()
+        self._calls.clear()
         self._averaged.clear()
 
 
