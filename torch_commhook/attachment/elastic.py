@@ -83,7 +83,7 @@ class ElasticTraining:
         self._state = TrainingState(
             model, settings.state, self.ranks, lambda: self._attached, str(shared["the hook"])
         )
-        self.new_ranks = NewRanks(self.ranks, self._state, lambda: self._attached.keeps_ranks_apart)
+        self.new_ranks = NewRanks(self.ranks, self._state)
         for name in ("straggler", "straggler_steps", "leave_out_stragglers"):
             shared[f"Elastic's {name}"] = getattr(settings, name)
         trained = {id(parameter) for _, parameter in parameters}

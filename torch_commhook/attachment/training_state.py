@@ -238,8 +238,10 @@ class TrainingState:
         return model
 
     @property
-    def is_large(self) -> bool:
+    def goes_in_pieces(self) -> bool:
         """Whether new ranks get the parameters in pieces."""
+        if self._attached().keeps_ranks_apart:  # each rank has its own parameters for some steps
+            return False
         return sum(each.nbytes for each in self._model.parameters()) > joining.AT_ONCE
 
     @property
@@ -399,20 +401,15 @@ class NewRanks:
     Args:
         ranks: the ranks of the training.
         state: the state for new ranks.
-        keeps_ranks_apart: returns whether the hook lets parameters differ between ranks for some
-            steps. New ranks then get the state at once.
 
     Attributes:
         sent_again: the number of parameters that this rank received twice, because their checksums
             differed.
     """
 
-    def __init__(
-        self, ranks: ElasticRanks, state: TrainingState, keeps_ranks_apart: Callable[[], bool]
-    ) -> None:
+    def __init__(self, ranks: ElasticRanks, state: TrainingState) -> None:
         self._ranks = ranks
         self._state = state
-        self._keeps_ranks_apart = keeps_ranks_apart
         self._given = 0  # the number of the last view with a state for all new members
         self._joining_of_view = 0, frozenset[int]()  # a view's number, and its joining members
         self._donors: dict[int, Donor] = {}  # this rank as a donor, by new member
@@ -426,7 +423,7 @@ class NewRanks:
         """The members that contribute zeros, because they do not have the whole state yet."""
         view = self._ranks.view
         if self._joining_of_view[0] != view.number:
-            in_pieces = view.steps > 0 and self._state.is_large and not self._keeps_ranks_apart()
+            in_pieces = view.steps > 0 and self._state.goes_in_pieces
             self._joining_of_view = view.number, frozenset(view.new if in_pieces else ())
         return self._joining_of_view[1]
 

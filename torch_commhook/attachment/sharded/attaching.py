@@ -104,8 +104,7 @@ class AttachingToShards(Attaching):
                     "whole"
                 )
             self._beside = self._checked_on(True, shard_hook, None, beside=True)
-        shared = _shared(units, self.attached, self._beside, self.weights)
-        shared |= self.common_settings()
+        shared = {**self._shared(), **self.common_settings()}
         self.claim(_parameters(model, units))
         return shared
 
@@ -128,13 +127,58 @@ class AttachingToShards(Attaching):
         check_fits(attached, beside=beside)
         return attached
 
+    def _shared(self) -> dict[str, object]:
+        """The settings that must be the same on all ranks."""
+        forms = [form for unit in self._units for form in unit.parameters.values()]
+        group = self._units[0].group
+        shards, replicas = fsdp.shard_group(group), fsdp.replica_group(group)
+        after_forward = [fsdp.forward_group(unit.group) for unit in self._units]
+        return {
+            **compared_settings(self.attached.hook),
+            "shard_hook": None if self._beside is None else printed_hook(self._beside.hook),
+            "weights": None if self.weights is None else repr(self.weights),
+            "the number of parameter groups": len(self._units),
+            "the mesh": (
+                None if shards is None else shards.size(),
+                None if replicas is None else replicas.size(),
+            ),
+            "reshard_after_forward": [
+                None if each is None else each.size() for each in after_forward
+            ],
+            "the parameters": [f"{form.name} {tuple(form.shape)} {form.dtype}" for form in forms],
+        }
+
     def agree(self, error: Exception | None, settings: dict[str, object]) -> None:
         agree_across(_axes(self.model), "attach", error, settings)
 
     def open(self) -> Road:
-        part = fsdp.part_of(unit.group for unit in self._units)
-        _name_parameters(self._units, self.attached, self._beside, part)
+        self._name_parameters()
         return ShardedRoad(self.model, self._units, self.weights)
+
+    def _name_parameters(self) -> None:
+        part = fsdp.part_of(unit.group for unit in self._units)
+        group = self._units[0].group
+        shards, replicas = fsdp.shard_group(group), fsdp.replica_group(group)
+        forms = [form for unit in self._units for form in unit.parameters.values()]
+        for each in (self.attached, self._beside):
+            if each is None:
+                continue
+            assert isinstance(each.memory, (UnshardedMemory, ReplicaMemory))
+            each.memory.part = part
+            if isinstance(each.memory, UnshardedMemory):
+                assert shards is not None
+                each.memory.set_sharded(forms, rank=group_rank(shards))
+        if replicas is not None:
+            memory = self.attached.memory
+            assert isinstance(memory, ReplicaMemory)
+            memory.shard = (0, 1) if shards is None else (group_rank(shards), shards.size())
+            memory.parameters = forms
+            if self._beside is not None:
+                assert isinstance(self._beside.memory, UnshardedMemory)
+                self._beside.memory.replica = group_rank(replicas), replicas.size()
+                memory.beside = self._beside.memory
+            named = [each for unit in self._units for each in unit.named_shards()]
+            memory.set_parameters(named, rank=group_rank(replicas), world_size=replicas.size())
 
     def begin(self, road: Road) -> None:
         super().begin(road)
@@ -258,52 +302,3 @@ def _check_weights(units: list[Unit], weights: object) -> None:
                 "attach: weights need modules that gather all their parameters in one dtype, "
                 f"got {names}"
             )
-
-
-def _name_parameters(
-    units: list[Unit], attached: Attached, beside: Attached | None, part: tuple[int, int]
-) -> None:
-    group = units[0].group
-    shards, replicas = fsdp.shard_group(group), fsdp.replica_group(group)
-    forms = [form for unit in units for form in unit.parameters.values()]
-    for each in (attached, beside):
-        if each is None:
-            continue
-        assert isinstance(each.memory, (UnshardedMemory, ReplicaMemory))
-        each.memory.part = part
-        if isinstance(each.memory, UnshardedMemory):
-            assert shards is not None
-            each.memory.set_sharded(forms, rank=group_rank(shards))
-    if replicas is not None:
-        memory = attached.memory
-        assert isinstance(memory, ReplicaMemory)
-        memory.shard = (0, 1) if shards is None else (group_rank(shards), shards.size())
-        memory.parameters = forms
-        if beside is not None:
-            assert isinstance(beside.memory, UnshardedMemory)
-            beside.memory.replica = group_rank(replicas), replicas.size()
-            memory.beside = beside.memory
-        named = [each for unit in units for each in unit.named_shards()]
-        memory.set_parameters(named, rank=group_rank(replicas), world_size=replicas.size())
-
-
-def _shared(
-    units: list[Unit], attached: Attached, beside: Attached | None, weights: Codec | None
-) -> dict[str, object]:
-    """The settings that must be the same on all ranks."""
-    forms = [form for unit in units for form in unit.parameters.values()]
-    group = units[0].group
-    shards, replicas = fsdp.shard_group(group), fsdp.replica_group(group)
-    after_forward = [fsdp.forward_group(unit.group) for unit in units]
-    return {
-        **compared_settings(attached.hook),
-        "shard_hook": None if beside is None else printed_hook(beside.hook),
-        "weights": None if weights is None else repr(weights),
-        "the number of parameter groups": len(units),
-        "the mesh": (
-            None if shards is None else shards.size(),
-            None if replicas is None else replicas.size(),
-        ),
-        "reshard_after_forward": [None if each is None else each.size() for each in after_forward],
-        "the parameters": [f"{form.name} {tuple(form.shape)} {form.dtype}" for form in forms],
-    }
