@@ -20,8 +20,11 @@ from torch_commhook.attachment.handle import (
 from torch_commhook.attachment.parameters import (
     check_not_in_ddp,
     check_values,
+    first_values,
     ignored_names,
+    kind_of,
     trainable,
+    why_not_written,
 )
 from torch_commhook.attachment.road import Road, compared_settings, road_in_use, roads
 from torch_commhook.attachment.sharded.attaching import AttachingToShards
@@ -237,7 +240,12 @@ class _AttachingToModule(Attaching):
         self._parameters = trainable(self.model)
         if not isinstance(self.model, DistributedDataParallel):
             check_not_in_ddp(self._parameters)
-            _check_capacity(self._settings["bucket_cap_mb"])
+            mebibytes = self._settings["bucket_cap_mb"]
+            is_number = isinstance(mebibytes, (int, float)) and not isinstance(mebibytes, bool)
+            if not is_number or not 0 < mebibytes <= _MOST_MEBIBYTES:
+                raise ValueError(
+                    f"attach: bucket_cap_mb must be a positive number of MiB, got {mebibytes!r}"
+                )
 
     def _shared(self) -> dict[str, object]:
         """The settings that must be the same on all ranks."""
@@ -318,7 +326,7 @@ class _AttachingWithElastic(_AttachingToModule):
 
     def check(self) -> dict[str, object]:
         # Imports torch's compiler, as above.
-        from torch_commhook.attachment.elastic import check_fits
+        from torch_commhook.attachment.elastic import check_elastic_hook
 
         self._check_hook()
         if self.process_group is not None or self.connections is not None:
@@ -342,10 +350,34 @@ class _AttachingWithElastic(_AttachingToModule):
             )
         self.check_unoccupied()
         self._check_parameters()
-        check_fits(self.attached, self.model, self._parameters)
+        check_elastic_hook(self.attached)
+        self._check_state()
         self.claim(self._parameters)
         self.attached.connections = 1
         return {}
+
+    def _check_state(self) -> None:
+        """Refuse a model whose state new ranks cannot receive."""
+        ignored = ignored_names(self.model)
+        if ignored:
+            raise ValueError(
+                "attach: with elastic, new ranks get all parameters and buffers from another rank, "
+                "so the model's _ddp_params_and_buffers_to_ignore must be empty, got "
+                f"{sorted(ignored)}"
+            )
+        for name, parameter in self._parameters:
+            if parameter.device.type != "cpu":
+                raise ValueError(
+                    f"attach: with elastic, parameters must be on the CPU, got '{name}' on "
+                    f"{parameter.device}"
+                )
+        for name, tensor in first_values(self.model).items():
+            why = why_not_written(tensor)
+            if why is not None:
+                raise RuntimeError(
+                    "attach: with elastic, new ranks get all parameters and buffers from another "
+                    f"rank, but {kind_of(self.model, name)} '{name}' cannot be written: {why}"
+                )
 
     def agree(self, error: Exception | None, settings: dict[str, object]) -> None:
         if error is not None:  # the other ranks may be in their steps
@@ -387,11 +419,3 @@ def _lasting_road(model: object) -> Road | None:
     first = roads.get(model) if isinstance(model, torch.nn.Module) else None
     road = None if first is None else road_in_use(first)
     return road if isinstance(road, DdpRoad) and road.is_alive else None
-
-
-def _check_capacity(mebibytes: object) -> None:
-    number = isinstance(mebibytes, (int, float)) and not isinstance(mebibytes, bool)
-    if not number or not 0 < mebibytes <= _MOST_MEBIBYTES:  # type: ignore[operator]
-        raise ValueError(
-            f"attach: bucket_cap_mb must be a positive number of MiB, got {mebibytes!r}"
-        )

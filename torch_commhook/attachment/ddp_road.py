@@ -44,14 +44,6 @@ def _parameters_changed(key: str) -> bool:
 _parameters_changed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _used_before(model: DistributedDataParallel, named: Sequence[tuple[str, Tensor]]) -> list[bool]:
-    """For each parameter, whether a backward under ``no_sync()`` has used it since a step."""
-    if model.find_unused_parameters and not model.static_graph:
-        return [bool(used) for used in _C.locally_used(model.reducer).tolist()]
-    # DDP has not counted these. Averaging a gradient twice is harmless; not averaging it is not.
-    return [parameter.grad is not None for _, parameter in named]
-
-
 # ---- a static graph of DDP whose first backward has not ended ------------------------------------
 #
 # In the first backward DDP notes once that it must average all gradients at the end. If an
@@ -650,9 +642,13 @@ class DdpRoad(Road):
         self._forward_handle.remove()
         named = list(self._watched.parameters)
         self._watched.clear()
-        used_before = _used_before(model, named)
+        # Whether a backward under no_sync() has used each parameter since a step.
         if self._group.epoch != self._averaged_epoch:  # a failed step has left different gradients
             used_before = [True] * len(named)
+        elif model.find_unused_parameters and not model.static_graph:
+            used_before = [bool(used) for used in _C.locally_used(model.reducer).tolist()]
+        else:  # DDP has not counted. Averaging a gradient twice is harmless; not averaging it is not.
+            used_before = [parameter.grad is not None for _, parameter in named]
         # Imports torch's compiler, which takes seconds, and which a hook on DDP does not need.
         from torch_commhook.attachment.reducer_road import ReducerRoad
 

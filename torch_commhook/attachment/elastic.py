@@ -13,12 +13,8 @@ from torch import Tensor, nn
 
 from torch_commhook.attachment.parameters import (
     buffers_of,
-    first_values,
-    ignored_names,
     joined_bytes,
-    kind_of,
     unpack,
-    why_not_written,
 )
 from torch_commhook.attachment.training_state import NewRanks, TrainingState
 from torch_commhook.buckets.grad_bucket import scaled_result
@@ -564,43 +560,7 @@ class ElasticReducer(Reducer):
             step.count()
 
 
-# ---- checks of the hook and of the model ---------------------------------------------------------
-
-
-def check_fits(attached: Attached, model: nn.Module, parameters: list[tuple[str, Tensor]]) -> None:
-    """Refuse a hook or a model that ``elastic`` does not support.
-
-    Args:
-        attached: the hook.
-        model: the model.
-        parameters: the names and parameters with gradients to average.
-
-    Raises:
-        ValueError: a parameter is not on the CPU, each rank has one for itself, or the hook has
-            process groups of its own.
-        RuntimeError: a parameter or buffer cannot be written.
-    """
-    check_elastic_hook(attached)
-    ignored = ignored_names(model)
-    if ignored:
-        raise ValueError(
-            "attach: with elastic, new ranks get all parameters and buffers from another rank, so "
-            "the model's _ddp_params_and_buffers_to_ignore must be empty, got "
-            f"{sorted(ignored)}"
-        )
-    for name, parameter in parameters:
-        if parameter.device.type != "cpu":
-            raise ValueError(
-                f"attach: with elastic, parameters must be on the CPU, got '{name}' on "
-                f"{parameter.device}"
-            )
-    for name, tensor in first_values(model).items():
-        why = why_not_written(tensor)
-        if why is not None:
-            raise RuntimeError(
-                "attach: with elastic, new ranks get all parameters and buffers from another rank, "
-                f"but {kind_of(model, name)} '{name}' cannot be written: {why}"
-            )
+# ---- a check of the hook -------------------------------------------------------------------------
 
 
 def check_elastic_hook(attached: Attached) -> None:

@@ -1,4 +1,4 @@
-"""The handle of an attached hook, and the numbers that it writes to a user's log."""
+"""Attaching a hook on all ranks or on none, its handle, and the numbers for a user's log."""
 
 from __future__ import annotations
 

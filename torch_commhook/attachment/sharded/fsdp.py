@@ -19,7 +19,6 @@ from torch_commhook.hooks.base import Hook
 from torch_commhook.memory.sharded_memory import UnshardedMemory
 from torch_commhook.memory.sharded_states import ShardedParameter
 from torch_commhook.step.attached_hook import Attached
-from torch_commhook.wording import warn_user
 
 # ---- all uses of undocumented parts of fully_shard -----------------------------------------------
 
@@ -475,7 +474,7 @@ def stop_listening(state: Any, listener: Callable[[], None]) -> None:
             del vars(state)[_END]
 
 
-# ---- checks whether a hook fits a sharded model, and warns of its memory -------------------------
+# ---- checks whether a hook fits a sharded model --------------------------------------------------
 
 
 def check_fits(attached: Attached, op: str = "attach", *, beside: bool = False) -> None:
@@ -550,15 +549,4 @@ def check_backward() -> None:
         raise RuntimeError(
             "torch_commhook: compiled autograd runs this backward, in which fully_shard computes "
             "different gradients, with a hook or without; call backward() outside of it"
-        )
-
-
-def warn_of_memory(attached: Attached) -> None:
-    """Warn of error memory with the size of whole gradients."""
-    lost = attached.memory.error_bytes
-    if lost and isinstance(attached.memory, UnshardedMemory):
-        warn_user(
-            f"torch_commhook: {attached.hook} keeps errors of whole gradients, "
-            f"{lost / 2**20:.1f} MiB on each rank, which do not shrink with the number of "
-            "shards; on a mesh of two dimensions it keeps errors of a shard only"
         )

@@ -26,11 +26,7 @@ from torch import Tensor, nn
 from torch_commhook import _C
 from torch_commhook.attachment.road import Road
 from torch_commhook.attachment.sharded import fsdp
-from torch_commhook.attachment.sharded.fsdp import (
-    check_backward,
-    check_fits,
-    warn_of_memory,
-)
+from torch_commhook.attachment.sharded.fsdp import check_backward, check_fits
 from torch_commhook.attachment.sharded.step import (
     Exchange,
     Roots,
@@ -59,7 +55,6 @@ from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.memory.sharded_memory import ReplicaMemory, UnshardedMemory
 from torch_commhook.metrics import (
     BucketTraffic,
-    HookStats,
     WireMeter,
     count_bucket,
     counting,
@@ -71,8 +66,9 @@ from torch_commhook.native.bucket_ops import unflatten_into
 from torch_commhook.spans import active, spans_of
 from torch_commhook.step.attached_hook import Attached, HookCall
 from torch_commhook.step.step_group import StepGroup
+from torch_commhook.wording import warn_user
 
-# ---- writes a hook's results for fully_shard, and counts its traffic -----------------------------
+# ---- writes a hook's results for fully_shard -----------------------------------------------------
 
 
 @torch.no_grad()
@@ -85,24 +81,6 @@ def write(result: Tensor, tensor: Tensor, factor: float) -> None:
         unflatten_into(result.clone(), [tensor], scale=factor)
     else:
         unflatten_into(result, [tensor], scale=factor)
-
-
-def is_plain(attached: Attached) -> bool:
-    """Whether a hook does the same as ``fully_shard`` without one."""
-    return type(attached.hook) is allreduce and attached.stages.is_empty
-
-
-def count_unit(
-    stats: HookStats, unit: int, units: int, traffic: BucketTraffic, *, first: bool
-) -> None:
-    """Count the traffic of one of several units; ``first``: whether a step begins with it.
-
-    Units whose gradients come later have larger numbers, but some may come first or never.
-    """
-    empty = traffic._replace(numel=0, bytes_sent=0, bytes_received=0)
-    while len(stats.buckets) < unit:
-        count_bucket(stats, len(stats.buckets), units, empty, first=False)
-    count_bucket(stats, unit, units, traffic, first=first)
 
 
 # ---- runs a hook on a model whose parameters fully_shard has sharded -----------------------------
@@ -272,7 +250,9 @@ class ShardedRoad(Road):
         group = step_group.group_for(tensor.device)
         op: Any = options.reduceOp
         try:
-            if unit is None or attached is None or is_plain(attached):
+            # Such a hook does the same as fully_shard without one.
+            is_plain = attached and type(attached.hook) is allreduce and attached.stages.is_empty
+            if unit is None or attached is None or is_plain:
                 note = ring_all_reduce_bytes(tensor_bytes(tensor), group.size())
                 meter = WireMeter()
                 with counting(meter):
@@ -385,12 +365,17 @@ class ShardedRoad(Road):
         except Exception as error:
             raise self._step.fail_with(error, step_group) from None
 
-    def _count(self, attached: Attached, unit: Unit, traffic: Any) -> None:
+    def _count(self, attached: Attached, unit: Unit, traffic: BucketTraffic) -> None:
         first = attached not in self._counted
         self._counted.append(attached)
         if attached.memory.replays.is_capturing:
             return  # nothing is sent now, and replays are not counted
-        count_unit(attached.stats, unit.number, len(self._units), traffic, first=first)
+        stats, units = attached.stats, len(self._units)
+        # Units whose gradients come later have larger numbers, but some may come first or never.
+        empty = traffic._replace(numel=0, bytes_sent=0, bytes_received=0)
+        while len(stats.buckets) < unit.number:
+            count_bucket(stats, len(stats.buckets), units, empty, first=False)
+        count_bucket(stats, unit.number, units, traffic, first=first)
 
     # ---- steps -----------------------------------------------------------------------------------
 
@@ -481,7 +466,13 @@ class ShardedRoad(Road):
         """Let a hook communicate through a group, and ask for its memory."""
         attached.use_group(group, self.device)
         self._prepare(attached)
-        warn_of_memory(attached)
+        lost = attached.memory.error_bytes
+        if lost and isinstance(attached.memory, UnshardedMemory):
+            warn_user(
+                f"torch_commhook: {attached.hook} keeps errors of whole gradients, "
+                f"{lost / 2**20:.1f} MiB on each rank, which do not shrink with the number of "
+                "shards; on a mesh of two dimensions it keeps errors of a shard only"
+            )
 
     def _prepare(self, attached: Attached) -> None:
         """Let a hook ask for its memory of all parameters before the first step."""
