@@ -647,7 +647,8 @@ class DdpRoad(Road):
             used_before = [True] * len(named)
         elif model.find_unused_parameters and not model.static_graph:
             used_before = [bool(used) for used in _C.locally_used(model.reducer).tolist()]
-        else:  # DDP has not counted. Averaging a gradient twice is harmless; not averaging it is not.
+        else:
+            # DDP has not counted. Averaging a gradient twice is harmless; not averaging it is not.
             used_before = [parameter.grad is not None for _, parameter in named]
         # Imports torch's compiler, which takes seconds, and which a hook on DDP does not need.
         from torch_commhook.attachment.reducer_road import ReducerRoad

@@ -88,15 +88,6 @@ TWO_AT_ONCE = (
 )
 
 
-def came_again(name: str) -> RuntimeError:
-    """The error for a parameter's second gradient after the first has been sent."""
-    return RuntimeError(
-        f"torch_commhook: parameter '{name}' got a gradient after its bucket had been sent; a "
-        "parameter that is used in several segments of reentrant activation checkpointing needs "
-        "torch.utils.checkpoint(..., use_reentrant=False)"
-    )
-
-
 # ---- data parallelism without DDP's reducer ------------------------------------------------------
 
 
@@ -392,7 +383,13 @@ class Reducer:
         """Note a second gradient for a parameter of a full bucket."""
         step = None if self._eager is None else self._eager.step
         if step is not None and step.has_started(number):
-            self._abort(step, came_again(self.parameters.names[number]))
+            error = RuntimeError(
+                f"torch_commhook: parameter '{self.parameters.names[number]}' got a gradient after "
+                "its bucket had been sent; a parameter that is used in several segments of "
+                "reentrant activation checkpointing needs "
+                "torch.utils.checkpoint(..., use_reentrant=False)"
+            )
+            self._abort(step, error)
 
     @left_to_python
     def start_failed(self, error: BaseException) -> None:
