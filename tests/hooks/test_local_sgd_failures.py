@@ -305,8 +305,7 @@ def test_ctrl_c_where_an_exchange_ends(rank: int) -> None:
     run = Training(rank, local_sgd(2, outer=_OUTER, delay=1, mix=0.5))
     run.train(2)
     background = run.handle._attached.local_steps._background
-    exchange = background._exchange
-    inner, calls = exchange.receive, []
+    inner, calls = background.receive, []
 
     def receive() -> None:
         calls.append(1)
@@ -317,7 +316,7 @@ def test_ctrl_c_where_an_exchange_ends(rank: int) -> None:
 
     said = []
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(exchange, "receive", receive)
+        monkeypatch.setattr(background, "receive", receive)
         for _ in range(2):
             try:
                 run.train()
@@ -343,13 +342,13 @@ def test_ctrl_c_comes_through(way: str, monkeypatch: pytest.MonkeyPatch) -> None
     def receive() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(steps._background._exchange, "receive", receive)
+    monkeypatch.setattr(steps._background, "receive", receive)
     with pytest.raises(KeyboardInterrupt):
         if way == "removed":
             run.handle.remove()
         else:
             run.handle._attached.memory.before_change()
-    assert (steps._background._exchange is None) == (way == "removed")
+    assert steps._background.is_shared == (way != "removed")
     run.handle.remove()
 
 

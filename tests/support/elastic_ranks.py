@@ -40,7 +40,7 @@ from torch import nn
 
 import torch_commhook as commhook
 from torch_commhook import hooks
-from torch_commhook.attachment import choosing, elastic, parameter_exchange
+from torch_commhook.attachment import choosing, elastic, training_state
 from torch_commhook.elastic import joining
 from torch_commhook.elastic.pace import Pace
 from torch_commhook.planning.choice import Choice
@@ -146,7 +146,7 @@ def _happens(
     elif event["do"] == "kill at the end":
         commhook.step.step_group.StepGroup.end = lambda self: _die()  # type: ignore[attr-defined]
     elif event["do"] == "kill in its exchange":
-        parameter_exchange.broadcast = lambda *args, **kwargs: _die()  # type: ignore[attr-defined]
+        elastic.broadcast = lambda *args, **kwargs: _die()  # type: ignore[attr-defined]
     elif event["do"] == "slow":
         _say_seconds(0.25)
     elif event["do"] == "stop":
@@ -157,8 +157,8 @@ def _happens(
         handle.remove()
         raise SystemExit
     elif event["do"] == "kill the first that sends":
-        send = elastic.send
-        elastic.send = partial(_send_or_die, folder / "died", send)
+        send = training_state.send
+        training_state.send = partial(_send_or_die, folder / "died", send)
     elif event["do"] == "kill in a piece":
         send = partial(_send_piece_or_die, folder / "died", joining.Donor._send)
         joining.Donor._send = lambda self: send(self)  # type: ignore[method-assign]

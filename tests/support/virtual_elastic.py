@@ -1,8 +1,8 @@
 """Runs the library's code for ranks that come and go on doubles in virtual time.
 
 The library's own code makes the decisions: ``Membership``, ``ElasticRanks``, ``ElasticTraining``,
-``StepGroup``'s failures, ``RepeatableStep``, and ``Reducer`` after a failure. Doubles replace the
-store, signs of life, ports and connections. A step ends with an exchange of flags, as in
+``StepGroup``'s failures, ``ElasticStep``, and ``ElasticReducer`` after a failure. Doubles replace
+the store, signs of life, ports and connections. A step ends with an exchange of flags, as in
 ``StepEnd``.
 """
 
@@ -20,11 +20,11 @@ from torch import Tensor
 from virtual_world import Endpoint, Process, WorldStore, the_world
 
 from torch_commhook.attachment import elastic as attachment_module
+from torch_commhook.attachment import training_state as state_module
 from torch_commhook.elastic import joining as joining_module
 from torch_commhook.elastic import ranks as ranks_module
 from torch_commhook.elastic.membership import _SIGNS, VIEW_NUMBER, Membership
 from torch_commhook.elastic.ranks import ElasticRanks
-from torch_commhook.reducer import repeatable_step as repeatable_module
 from torch_commhook.step.connected_group import Reason, Rendezvous
 from torch_commhook.step.step_group import StepGroup
 
@@ -349,6 +349,11 @@ def virtual_time() -> Iterator[None]:
         attachment_module: {
             "_log": quiet,
             "warn_user": lambda message: None,
+            "begin_maximum": _begin_maximum,
+            "broadcast": _broadcast,
+        },
+        state_module: {
+            "_log": quiet,
             **{name: transferred[name] for name in ("receive", "send", "send_number")},
         },
         joining_module: {
@@ -360,7 +365,6 @@ def virtual_time() -> Iterator[None]:
             "_PIECE": 1024,
             **transferred,
         },
-        repeatable_module: {"begin_maximum": _begin_maximum, "broadcast": _broadcast},
         ElasticRanks: {"_watch": _watch},
     }
     with ExitStack() as stack:

@@ -11,17 +11,15 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from virtual_elastic import TIMEOUT
 from virtual_world import Killed, Process
 
-from torch_commhook.attachment.elastic import ElasticTraining
+from torch_commhook.attachment.elastic import ElasticReducer, ElasticStep, ElasticTraining
 from torch_commhook.elastic.ranks import Elastic
-from torch_commhook.reducer.reducer import Reducer
-from torch_commhook.reducer.repeatable_step import RepeatableStep
 from torch_commhook.step.step_group import StepGroup
 
 GRACE = 1.0
@@ -92,7 +90,7 @@ class AttachedDouble:
             group.group.exchange("connect", None)
 
 
-class VirtualStep(RepeatableStep):
+class VirtualStep(ElasticStep):
     """The real step, with a hook over virtual connections."""
 
     def __init__(self, trainer: Trainer, group: Any, gradients: list[Tensor]) -> None:
@@ -107,9 +105,9 @@ class VirtualStep(RepeatableStep):
         self._use: Any = self
         self._next = 0
         self._starting = False
-        self._started: Any = []
+        self._calls: Any = []
         self._averaged = []
-        self.survives_with(trainer.training)
+        self.train_with(trainer.training)
 
     def locally_used(self, buckets: object, agreement: object) -> Tensor:
         return self.trainer.used
@@ -118,7 +116,7 @@ class VirtualStep(RepeatableStep):
         self._next += 1
         self.trainer.fail_where_planned()
         size, who = self._group.size, frozenset([self._group.group.own])
-        if self._survivors.is_joining:
+        if self.training.new_ranks.is_joining:
             state.gradient.zero_()
             who = frozenset()
         error = self.attached.memory.errors[state.index]
@@ -127,26 +125,26 @@ class VirtualStep(RepeatableStep):
         error.copy_(wanted - sent)
         values = [(sent[rank::size].clone(), who) for rank in range(size)]
         tag = self._group.group.begin_exchange("bucket", values)
-        call = SimpleNamespace(traffic=None)
-        self._started.append(SimpleNamespace(bucket=state, values=values, tag=tag, call=call))
+        call = SimpleNamespace(bucket=state, values=values, tag=tag, traffic=None)
+        self._calls.append(call)
 
     def _results(self) -> Any:
         late = []
         group = self._group.group
-        for started in self._started:
-            shards = group.end_exchange(started.tag, started.values)
+        for call in self._calls:
+            shards = group.end_exchange(call.tag, call.values)
             total = torch.stack([shard for shard, _ in shards]).sum(0) / group.size()
             senders = frozenset().union(*(who for _, who in shards))
             result = torch.empty(_ELEMENTS)
             for rank, (mean, theirs) in enumerate(group.exchange("results", (total, senders))):
                 result[rank :: group.size()] = mean
                 senders |= theirs
-            late.append((started.bucket, (result, senders)))
+            late.append((call.bucket, (result, senders)))
         return late
 
     def _of_those_that_give(self, results: Any) -> Any:
         self.trainer.joining = self.trainer.training.new_ranks.joining
-        scale = self._group.size / self._survivors.averaged
+        scale = self._group.size / self.training.averaged
         return [(bucket, (result * scale, senders)) for bucket, (result, senders) in results]
 
     def _apply(self, late: Any, used: Tensor, traffic: Any) -> None:
@@ -165,27 +163,20 @@ class VirtualStep(RepeatableStep):
     run_post_accumulate_hooks = drain  # there are no such hooks
 
 
-class VirtualReducer:
+class VirtualReducer(ElasticReducer):
     """Begins, ends and repeats steps like the real one."""
 
-    _begin_step = Reducer._begin_step
-    _finish = Reducer._finish
-    use_group = Reducer.use_group
-    change_memory = Reducer.change_memory
-    forget_step = Reducer.forget_step
-
-    def __init__(self, attached: AttachedDouble, survivors: ElasticTraining) -> None:
-        self._attached = self.attached = attached
-        self.recovery: Any = None
-        survivors.use(cast(Any, self))
-        self.group = survivors.group
+    def __init__(self, attached: AttachedDouble, training: ElasticTraining) -> None:
+        self._attached: Any = attached
+        self._training = training
+        training.use(self)
+        self.group = training.group
         self.device = torch.device("cpu")
-        self._buckets = SimpleNamespace(prepare_memory=lambda attached: None)
 
     def _do_nothing(self, *_: object) -> None:
         """The order of buckets is fixed, as with elastic, and each step is a new object."""
 
-    _on_step = _agree_on_order = _reset = _step_ended = _do_nothing
+    _on_step = _agree_on_order = _reset = _step_ended = _prepare_memory = _do_nothing
 
 
 class Model(nn.Module):
@@ -295,8 +286,8 @@ class Trainer:
         self.own = ranks.membership.own
         reducer: Any = VirtualReducer(self.attached, training)
         try:
-            reducer.recovery.go_on_between_steps()
-            training.begin(reducer)
+            training.use_group()
+            training.begin()
         except BaseException:
             training.leave()
             raise

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,31 +13,29 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_commhook import _C
 from torch_commhook.attachment.ddp_road import DdpRoad
 from torch_commhook.attachment.handle import (
+    Attaching,
     HookHandle,
-    begin_hook,
     outside_inference_mode,
 )
 from torch_commhook.attachment.parameters import (
     check_not_in_ddp,
     check_values,
-    claim,
+    first_values,
     ignored_names,
-    release,
+    kind_of,
     trainable,
+    why_not_written,
 )
 from torch_commhook.attachment.road import Road, compared_settings, road_in_use, roads
-from torch_commhook.attachment.sharded.attaching import attach_sharded
+from torch_commhook.attachment.sharded.attaching import AttachingToShards
 from torch_commhook.attachment.sharded.fsdp import trains_shards
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.agreement import agree, can_agree, described, digest_of
-from torch_commhook.collectives.gloo_groups import check_not_managed, group_rank, resolve_group
+from torch_commhook.collectives.gloo_groups import check_not_managed, resolve_group
 from torch_commhook.elastic.ranks import Elastic
-from torch_commhook.hooks.expressions import as_hook
 from torch_commhook.memory.hook_memory import HookMemory
-from torch_commhook.memory.watches import Scaler, checked_scale
+from torch_commhook.memory.watches import Scaler
 from torch_commhook.native.runtime import hook_name
-from torch_commhook.step.attached_hook import Attached
-from torch_commhook.step.link import check_connections
 from torch_commhook.step.step_group import StepGroup, check_is_free
 
 _MOST_MEBIBYTES = 1 << 40
@@ -166,239 +162,256 @@ def attach(
         >>> run_ranks(train, 2)
         [([[0.5, 0.5, 0.5, 0.5]], 8), ([[0.5, 0.5, 0.5, 0.5]], 8)]
     """
-    given = {
-        "bucket_cap_mb": bucket_cap_mb,
-        "gradient_as_bucket_view": gradient_as_bucket_view,
-        "broadcast_buffers": broadcast_buffers,
-        "init_sync": init_sync,
-    }
-
-    def check_arguments() -> tuple[Callable[..., Any], Callable[..., Any] | None]:
-        """Check what does not depend on the kind of model; return both hooks."""
-        _check_module(model)
-        check_connections(connections)
-        checked = as_hook(hook), None if shard_hook is None else as_hook(shard_hook)
-        if is_sharded:
-            _check_unoccupied(module)
-            _check_none_given({"process_group": process_group, **given}, _SHARDED)
-            _check_not_elastic(elastic)
-        return checked
-
     module: torch.nn.Module = getattr(model, "_orig_mod", model)
-    is_sharded = isinstance(module, torch.nn.Module) and trains_shards(module)
-    if is_sharded:
-        return attach_sharded(
-            module,
-            check_arguments,
-            state=state,
-            scaler=scaler,
-            connections=connections,
-            weights=weights,
-            attached_to=partial(_attached_to, weakref.ref(module)),
-        )
+    kind: type[Attaching] = _AttachingToModule
+    if isinstance(module, torch.nn.Module) and trains_shards(module):
+        kind = AttachingToShards
+    elif elastic is not None:
+        kind = _AttachingWithElastic
+    return kind(
+        model=module,
+        hook=hook,
+        state=state,
+        scaler=scaler,
+        connections=connections,
+        elastic=elastic,
+        shard_hook=shard_hook,
+        weights=weights,
+        process_group=process_group,
+        settings={
+            "bucket_cap_mb": bucket_cap_mb,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "broadcast_buffers": broadcast_buffers,
+            "init_sync": init_sync,
+        },
+    ).run()
 
-    def checked() -> tuple[Attached, float | None]:
-        """The hook, and the scaler's scale, both checked."""
-        both = check_arguments()
-        for name, value in (("shard_hook", shard_hook), ("weights", weights)):
+
+class _AttachingToModule(Attaching):
+    """Attaches a hook to a module, or to one in DDP."""
+
+    _parameters: list[tuple[str, Tensor]]
+    _step_group: StepGroup
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return {name: _DEFAULTS[name] if v is None else v for name, v in self.settings.items()}
+
+    def check(self) -> dict[str, object]:
+        common, model = self._check_hook(), self.model
+        self.check_unoccupied()
+        if isinstance(model, DistributedDataParallel):
+            self.check_none_given(
+                "be given to DistributedDataParallel, which has it already", "a model of that class"
+            )
+            registered = getattr(model, "_comm_hooks", [])
+            if registered and _lasting_road(model) is None:
+                raise RuntimeError(
+                    "attach: this DDP has a hook already, registered with register_comm_hook: "
+                    f"'{hook_name(registered[0][0])}'. A reducer keeps its hook for life; wrap the "
+                    "module in a new DistributedDataParallel"
+                )
+        self._check_parameters()
+        self.claim(self._parameters)
+        shared = {"the parameters": described(self._parameters), **self._shared()}
+        if not isinstance(model, DistributedDataParallel) and self._group().size() > 1:
+            shared |= check_values(
+                model,
+                init_sync=self._settings["init_sync"],
+                broadcast_buffers=self._settings["broadcast_buffers"],
+            )
+        return {**shared, **common}
+
+    def _check_hook(self) -> dict[str, object]:
+        """Check the hook, and what does not depend on the model; return :meth:`common_settings`."""
+        hook, _ = self.check_arguments()
+        for name, value in (("shard_hook", self.shard_hook), ("weights", self.weights)):
             if value is not None:
                 raise ValueError(
                     f"attach: {name} is for models that fully_shard() was applied to, got one "
                     "without"
                 )
-        scale = None if scaler is None else checked_scale(scaler)
-        memory = HookMemory()
-        memory.scaler = scaler
-        attached = Attached.checked(both[0], state, memory)
-        attached.connections = connections
-        return attached, scale
+        common = self.common_settings()
+        self.attached = self.checked(hook, self.state, HookMemory())
+        return common
 
-    if elastic is not None:
-        attached, _ = checked()
-        if process_group is not None or connections is not None:
+    def _check_parameters(self) -> None:
+        """Find the parameters whose gradients are averaged, and check them."""
+        self._parameters = trainable(self.model)
+        if not isinstance(self.model, DistributedDataParallel):
+            check_not_in_ddp(self._parameters)
+            mebibytes = self._settings["bucket_cap_mb"]
+            is_number = isinstance(mebibytes, (int, float)) and not isinstance(mebibytes, bool)
+            if not is_number or not 0 < mebibytes <= _MOST_MEBIBYTES:
+                raise ValueError(
+                    f"attach: bucket_cap_mb must be a positive number of MiB, got {mebibytes!r}"
+                )
+
+    def _shared(self) -> dict[str, object]:
+        """The settings that must be the same on all ranks."""
+        model, shared = self.model, compared_settings(self.attached.given)
+        if isinstance(model, DistributedDataParallel):
+            shared["bucket_cap_mb"] = model.bucket_bytes_cap / (1 << 20)
+            shared["the Python reducer"] = model._use_python_reducer
+            return shared
+        for name in ("bucket_cap_mb", "broadcast_buffers", "init_sync"):
+            shared[name] = self._settings[name]
+        shared["the ignored parameters and buffers"] = sorted(ignored_names(model))
+        return shared
+
+    def _group(self) -> dist.ProcessGroup:
+        """The ranks that average.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: no hook can use the group.
+        """
+        if isinstance(self.model, DistributedDataParallel):
+            group: dist.ProcessGroup = self.model.process_group
+        else:
+            group = resolve_group(self.process_group)
+        check_not_managed("attach", group)
+        check_is_free(group)
+        return group
+
+    def agree(self, error: Exception | None, settings: dict[str, object]) -> None:
+        try:
+            group = self._group()
+        except Exception:
+            if error is None:
+                raise
+            raise error from None  # no other rank can hear it
+        if error is not None and not can_agree(group):
+            raise error
+        lasting = _lasting_road(self.model)
+        if lasting is None:
+            step_group = StepGroup(group, greeting=digest_of(error, settings))
+        else:
+            step_group = lasting.group
+        try:
+            agree(group, "attach", error, settings, step_group.all_alike)
+            step_group.expect_comparison()  # begin_hook compares
+        except BaseException:
+            if lasting is None:
+                step_group.close()
+            raise
+        self._step_group = step_group
+
+    def open(self) -> Road:
+        road = _lasting_road(self.model) or self._new_road()
+        # States and patterns are the same with and without DDP.
+        prefix = "module." if isinstance(self.model, DistributedDataParallel) else ""
+        names = [(name.removeprefix(prefix), each) for name, each in self._parameters]
+        group = road.group
+        self.attached.memory.set_parameters(names, rank=group.rank, world_size=group.size)
+        return road
+
+    def _new_road(self) -> Road:
+        model, group = self.model, self._step_group
+        try:
+            if isinstance(model, DistributedDataParallel) and not model._use_python_reducer:
+                return DdpRoad(model, group)
+            # Imports torch's compiler, which takes seconds, and which a hook on DDP does not need.
+            from torch_commhook.attachment.reducer_road import ReducerRoad
+
+            if isinstance(model, DistributedDataParallel):
+                return ReducerRoad.of_ddp(model, self._parameters, group)
+            return ReducerRoad(model, self._parameters, group=group, **self._settings)
+        except BaseException:
+            group.close()
+            raise
+
+
+class _AttachingWithElastic(_AttachingToModule):
+    """Attaches a hook to a module whose ranks come and go. A rank that raises does not join."""
+
+    def check(self) -> dict[str, object]:
+        # Imports torch's compiler, as above.
+        from torch_commhook.attachment.elastic import check_elastic_hook
+
+        self._check_hook()
+        if self.process_group is not None or self.connections is not None:
             raise ValueError(
                 "attach: with elastic, process_group and connections must be None: the ranks have "
                 "connections of the library's own"
             )
-        return _attach_elastic(module, attached, given, elastic)
-    return _attach(module, checked, process_group, given)
+        if not isinstance(self.elastic, Elastic):
+            raise TypeError(
+                "attach: elastic must be a torch_commhook.Elastic, got "
+                f"{_C.type_name(self.elastic)}"
+            )
+        if isinstance(self.model, DistributedDataParallel):
+            raise ValueError(
+                "attach: with elastic, model must be the module itself, got one in DDP"
+            )
+        if self.settings["gradient_as_bucket_view"]:
+            raise ValueError(
+                "attach: with elastic, gradient_as_bucket_view must be False, since a step that is "
+                "repeated needs the gradients"
+            )
+        self.check_unoccupied()
+        self._check_parameters()
+        check_elastic_hook(self.attached)
+        self._check_state()
+        self.claim(self._parameters)
+        self.attached.connections = 1
+        return {}
 
+    def _check_state(self) -> None:
+        """Refuse a model whose state new ranks cannot receive."""
+        ignored = ignored_names(self.model)
+        if ignored:
+            raise ValueError(
+                "attach: with elastic, new ranks get all parameters and buffers from another rank, "
+                "so the model's _ddp_params_and_buffers_to_ignore must be empty, got "
+                f"{sorted(ignored)}"
+            )
+        for name, parameter in self._parameters:
+            if parameter.device.type != "cpu":
+                raise ValueError(
+                    f"attach: with elastic, parameters must be on the CPU, got '{name}' on "
+                    f"{parameter.device}"
+                )
+        for name, tensor in first_values(self.model).items():
+            why = why_not_written(tensor)
+            if why is not None:
+                raise RuntimeError(
+                    "attach: with elastic, new ranks get all parameters and buffers from another "
+                    f"rank, but {kind_of(self.model, name)} '{name}' cannot be written: {why}"
+                )
 
-def _attach(
-    model: torch.nn.Module,
-    checked: Callable[[], tuple[Attached, float | None]],
-    process_group: dist.ProcessGroup | None,
-    given: dict[str, Any],
-) -> HookHandle:
-    """Attach a hook; as :func:`attach`.
+    def agree(self, error: Exception | None, settings: dict[str, object]) -> None:
+        if error is not None:  # the other ranks may be in their steps
+            raise error
 
-    Args:
-        model: the module.
-        checked: checks the user's other arguments; returns the hook and the scaler's scale.
-        process_group: the user's argument.
-        given: the user's settings, by name; None for those that the user left out.
-    """
-    settings = {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}
-    error: Exception | None = None
-    shared: dict[str, object] = {}
-    try:
-        attached, scale = checked()
-        parameters, shared = _checked_model(model, attached, process_group, given, settings)
-        shared["the scaler's scale"] = scale
-        shared["connections"] = attached.connections
-    except Exception as refused:
-        error = refused
-    try:
-        group = _group_of(model, process_group)
-    except Exception:
-        if error is None:
-            raise
-        raise error from None  # no other rank can hear it
-    if error is not None and not can_agree(group):
-        raise error
-    road = _lasting_road(model)
-    is_new = road is None
-    step_group = StepGroup(group, greeting=digest_of(error, shared)) if road is None else road.group
-    try:
-        # Nothing is written before, and nothing that one rank alone refuses is checked after.
-        agree(group, "attach", error, shared, step_group.all_alike)
-        step_group.expect_comparison()  # begin_hook compares
-        if road is None:
-            road = roads[model] = _new_road(model, parameters, step_group, settings)
-    except BaseException:
-        if is_new:
-            step_group.close()
-        raise
-    # States and patterns are the same with and without DDP.
-    prefix = "module." if isinstance(model, DistributedDataParallel) else ""
-    names = [(name.removeprefix(prefix), parameter) for name, parameter in parameters]
-    attached.memory.set_parameters(names, rank=group_rank(group), world_size=group.size())
-    handle = HookHandle(road, attached)
-    try:
-        begin_hook(road, attached, "attach")
-    except BaseException:
-        handle.remove()
-        if is_new and road.attached is None:
-            road.attached = None  # the next hook may have other settings
-            release(model)
-            if not road.is_alive:
-                roads.pop(model, None)
-        raise
-    return handle
+    def _new_road(self) -> Road:
+        from torch_commhook.attachment.elastic import ElasticTraining
+        from torch_commhook.attachment.reducer_road import ReducerRoad
 
-
-def _group_of(model: torch.nn.Module, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The ranks that average.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: no hook can use the group.
-    """
-    if isinstance(model, DistributedDataParallel):
-        group: dist.ProcessGroup = model.process_group
-    else:
-        group = resolve_group(process_group)
-    check_not_managed("attach", group)
-    check_is_free(group)
-    return group
-
-
-def _checked_model(
-    model: torch.nn.Module,
-    attached: Attached,
-    process_group: dist.ProcessGroup | None,
-    given: dict[str, Any],
-    settings: dict[str, Any],
-) -> tuple[list[tuple[str, Tensor]], dict[str, object]]:
-    """Check a model that is not sharded, and claim its parameters.
-
-    Returns:
-        The names and parameters whose gradients are averaged; settings that must be the same on
-        all ranks.
-    """
-    _check_unoccupied(model)
-    is_ddp = isinstance(model, DistributedDataParallel)
-    if isinstance(model, DistributedDataParallel):
-        _check_none_given({"process_group": process_group, **given}, _DDP)
-        if _lasting_road(model) is None:
-            _check_no_comm_hook(model)
-    parameters = trainable(model)
-    if not is_ddp:
-        check_not_in_ddp(parameters)
-        _check_capacity(settings["bucket_cap_mb"])
-    claim(parameters, model, partial(_attached_to, weakref.ref(model)))
-    shared: dict[str, object] = {"the parameters": described(parameters)}
-    shared |= _shared(model, attached.given, settings)
-    if not is_ddp and _group_of(model, process_group).size() > 1:
-        shared |= check_values(
-            model,
-            init_sync=settings["init_sync"],
-            broadcast_buffers=settings["broadcast_buffers"],
-        )
-    return parameters, shared
-
-
-def _attach_elastic(
-    model: torch.nn.Module, attached: Attached, given: dict[str, Any], elastic: Elastic
-) -> HookHandle:
-    """Attach a hook with ``elastic``; as :func:`attach`."""
-    # Imports torch's compiler, which takes seconds, and which a hook on DDP does not need.
-    from torch_commhook.attachment.elastic import ElasticTraining, check_fits
-    from torch_commhook.attachment.reducer_road import ReducerRoad
-
-    if not isinstance(elastic, Elastic):
-        raise TypeError(
-            f"attach: elastic must be a torch_commhook.Elastic, got {_C.type_name(elastic)}"
-        )
-    if isinstance(model, DistributedDataParallel):
-        raise ValueError("attach: with elastic, model must be the module itself, got one in DDP")
-    if given["gradient_as_bucket_view"]:
-        raise ValueError(
-            "attach: with elastic, gradient_as_bucket_view must be False, since a step that is "
-            "repeated needs the gradients"
-        )
-    _check_unoccupied(model)
-    settings = {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}
-    parameters = trainable(model)
-    check_not_in_ddp(parameters)
-    _check_capacity(settings["bucket_cap_mb"])
-    check_fits(attached, model, parameters)
-    claim(parameters, model, partial(_attached_to, weakref.ref(model)))
-    attached.connections = 1
-    training = None
-    try:
-        shared = _shared(model, attached.given, settings)
+        assert self.elastic is not None
         training = ElasticTraining(
-            model,
-            attached,
-            elastic,
-            parameters,
-            shared,
-            broadcast_buffers=settings["broadcast_buffers"],
+            self.model,
+            self.attached,
+            self.elastic,
+            self._parameters,
+            self._shared(),
+            broadcast_buffers=self._settings["broadcast_buffers"],
         )
-        group = training.group
-        road = roads[model] = ReducerRoad(
-            model, parameters, group=group, elastic=training, **settings
-        )
-        attached.memory.set_parameters(parameters, rank=group.rank, world_size=group.size)
-        handle = HookHandle(road, attached)
-        begin_hook(road, attached, "attach")
-        training.begin(road.reducer)
-    except BaseException:
-        if training is not None:
+        try:
+            return ReducerRoad(
+                self.model,
+                self._parameters,
+                group=training.group,
+                elastic=training,
+                **self._settings,
+            )
+        except BaseException:
             training.leave()
-        road_there = roads.pop(model, None)
-        if road_there is not None:
-            road_there.attached = None
-        release(model)
-        raise
-    return handle
+            raise
 
-
-def _check_module(model: object) -> None:
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"attach: model must be a torch.nn.Module, got {_C.type_name(model)}")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise TypeError("attach: model must not be a ScriptModule, which takes no Python hooks")
+    def begin(self, road: Road) -> None:
+        super().begin(road)
+        assert road.elastic is not None
+        road.elastic.begin()
 
 
 def _lasting_road(model: object) -> Road | None:
@@ -406,114 +419,3 @@ def _lasting_road(model: object) -> Road | None:
     first = roads.get(model) if isinstance(model, torch.nn.Module) else None
     road = None if first is None else road_in_use(first)
     return road if isinstance(road, DdpRoad) and road.is_alive else None
-
-
-def _check_unoccupied(model: torch.nn.Module) -> None:
-    """Refuse a model that has a hook."""
-    first = roads.get(model)
-    if first is None:
-        return
-    road = road_in_use(first)
-    if road.is_closing:
-        raise RuntimeError(
-            "attach: a hook was removed from this model in a backward() that is still "
-            "running; attach the next one after it, or replace() the hook through its handle"
-        )
-    if road.is_alive and road.attached is not None:
-        raise RuntimeError(
-            f"attach: hook '{road.attached.name}' is attached to this model already; remove() it, "
-            f"or replace() it through its handle"
-        )
-
-
-_DDP = "be given to DistributedDataParallel, which has it already", "a model of that class"
-_SHARDED = "follow from how fully_shard() was applied", "a sharded model"
-
-
-def _check_not_elastic(elastic: Elastic | None) -> None:
-    if elastic is not None:
-        raise ValueError(
-            "attach: elastic is for a module on the CPU, got one that fully_shard() was applied to"
-        )
-
-
-def _check_no_comm_hook(model: DistributedDataParallel) -> None:
-    """Refuse a DDP that has a hook of PyTorch's."""
-    registered = getattr(model, "_comm_hooks", [])
-    if registered:
-        raise RuntimeError(
-            "attach: this DDP has a hook already, registered with register_comm_hook: "
-            f"'{hook_name(registered[0][0])}'. A reducer keeps its hook for life; wrap the "
-            "module in a new DistributedDataParallel"
-        )
-
-
-def _check_none_given(given: dict[str, object], why: tuple[str, str]) -> None:
-    """Refuse settings that the model already has."""
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(f"attach: {name} must {why[0]}; got {value!r} for {why[1]}")
-
-
-def _attached_to(owner: weakref.ref[torch.nn.Module]) -> str | None:
-    model = owner()
-    first = None if model is None else roads.get(model)
-    if first is None:
-        return None
-    road = road_in_use(first)
-    return road.attached.name if road.is_alive and road.attached is not None else None
-
-
-def _check_capacity(mebibytes: object) -> None:
-    number = isinstance(mebibytes, (int, float)) and not isinstance(mebibytes, bool)
-    if not number or not 0 < mebibytes <= _MOST_MEBIBYTES:  # type: ignore[operator]
-        raise ValueError(
-            f"attach: bucket_cap_mb must be a positive number of MiB, got {mebibytes!r}"
-        )
-
-
-def _shared(
-    model: torch.nn.Module, hook: Callable[..., Any], settings: dict[str, Any]
-) -> dict[str, object]:
-    """The settings that must be the same on all ranks."""
-    shared = compared_settings(hook)
-    if isinstance(model, DistributedDataParallel):
-        shared["bucket_cap_mb"] = model.bucket_bytes_cap / (1 << 20)
-        shared["the Python reducer"] = model._use_python_reducer
-        return shared
-    for name in ("bucket_cap_mb", "broadcast_buffers", "init_sync"):
-        shared[name] = settings[name]
-    shared["the ignored parameters and buffers"] = sorted(ignored_names(model))
-    return shared
-
-
-def _new_road(
-    model: torch.nn.Module,
-    parameters: list[tuple[str, Tensor]],
-    group: StepGroup,
-    settings: dict[str, Any],
-) -> Road:
-    if isinstance(model, DistributedDataParallel):
-        if not model._use_python_reducer:
-            return DdpRoad(model, group, _successor)
-    # Imports torch's compiler, which takes seconds, and which a hook on DDP does not need.
-    from torch_commhook.attachment.reducer_road import ReducerRoad
-
-    if isinstance(model, DistributedDataParallel):
-        return ReducerRoad.of_ddp(model, parameters, group)
-    return ReducerRoad(model, parameters, group=group, **settings)
-
-
-def _successor(
-    model: DistributedDataParallel,
-    parameters: list[tuple[str, Tensor]],
-    group: StepGroup,
-    used_before: list[bool],
-) -> Road:
-    """The road that replaces DDP's own reducer; see :meth:`DdpRoad.hand_over`."""
-    # Imports torch's compiler, as above.
-    from torch_commhook.attachment.reducer_road import ReducerRoad
-
-    road = ReducerRoad.of_ddp(model, parameters, group)
-    road.reducer.use.set_before(used_before)
-    return road

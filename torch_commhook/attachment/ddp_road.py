@@ -13,25 +13,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_commhook import _C
-from torch_commhook.attachment import ddp_results
-from torch_commhook.attachment.ddp_results import NO_BACKWARD, DdpResults
+from torch_commhook import _C, collectives
 from torch_commhook.attachment.parameters import WatchedParameters, trainable
-from torch_commhook.attachment.road import Road, WholeReplica
+from torch_commhook.attachment.road import Road
 from torch_commhook.attachment.training_state import BeforeForward
-from torch_commhook.buckets.grad_bucket import assign_buckets, hook_on_bucket, split_by_kind
-from torch_commhook.collectives.agreement import agree
+from torch_commhook.buckets.grad_bucket import (
+    assign_buckets,
+    hook_on_bucket,
+    scaled_result,
+    split_by_kind,
+)
 from torch_commhook.collectives.futures import UsedTensors
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory.bucket_memory import BucketWithMemory
+from torch_commhook.memory.unsent import BucketResult, add_unsent_to_errors, make_unsent_table
 from torch_commhook.metrics import BucketTraffic
 from torch_commhook.native.runtime import left_to_python
 from torch_commhook.step.attached_hook import DRAIN_SECONDS, Attached
 from torch_commhook.step.step_group import StepGroup, by_name, check_is_free
-
-_MakeSuccessor = Callable[
-    [DistributedDataParallel, list[tuple[str, Tensor]], StepGroup, list[bool]], Road
-]
 
 
 def _parameters_changed(key: str) -> bool:
@@ -42,24 +41,121 @@ def _parameters_changed(key: str) -> bool:
 _parameters_changed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _used_before(model: DistributedDataParallel, named: Sequence[tuple[str, Tensor]]) -> list[bool]:
-    """For each parameter, whether a backward under ``no_sync()`` has used it since a step."""
-    if model.find_unused_parameters and not model.static_graph:
-        return [bool(used) for used in _C.locally_used(model.reducer).tolist()]
-    # DDP has not counted these. Averaging a gradient twice is harmless; not averaging it is not.
-    return [parameter.grad is not None for _, parameter in named]
+# ---- a static graph of DDP whose first backward has not ended ------------------------------------
+#
+# In the first backward DDP notes once that it must average all gradients at the end. If an
+# exception ends that backward, or it uses no parameter, DDP takes each later backward for the first
+# one too. It then averages no gradients, and reports no error.
 
 
-def _delivery(model: DistributedDataParallel) -> str:
-    """Who writes a bucket's result into the gradients (csrc/runtime/reducer/ddp_hook.h)."""
-    if model.find_unused_parameters or model.static_graph:
-        return "reducer"  # only DDP knows which gradients must stay unchanged
-    if any(parameter.is_complex() for parameter in model.parameters()):
-        return "reducer"  # the operators support no complex tensors
-    return "buffer" if model.gradient_as_bucket_view else "write"
+#: The engine's number of the running backward, outside of one.
+NO_BACKWARD = -1
 
 
-class DdpRoad:
+def is_lost(model: DistributedDataParallel) -> bool:
+    """Whether DDP would average nothing from now on. Unknown, and False, inside a backward."""
+    return (
+        model.static_graph
+        and getattr(model, "_static_graph_delay_allreduce_enqueued", False)
+        and torch._C._current_graph_task_id() == NO_BACKWARD
+        and _C.first_backward_is_open(model.reducer)
+    )
+
+
+#: The error where :func:`is_lost`.
+LOST = (
+    "torch_commhook: an exception ended the first backward() of this DistributedDataParallel with "
+    "static_graph=True, or that backward used no parameter. DDP would silently average no "
+    "gradients "
+    "from now on. Make a new one on all ranks, over a new process group if only some of them "
+    "failed"
+)
+
+
+# ---- what remains once DDP's reducer has written a backward's results into gradients -------------
+
+
+def used_by_any_rank(model: DistributedDataParallel) -> Tensor:
+    """For each parameter, whether any rank has used it. Valid once a backward has computed this."""
+    return model.reducer._get_local_used_map().cpu()
+
+
+class KeptGradients:
+    """Copies of gradients that DDP is about to overwrite, for one step."""
+
+    def __init__(
+        self, model: DistributedDataParallel, parameters: Sequence[tuple[str, Tensor]]
+    ) -> None:
+        self._reducer = weakref.ref(model.reducer)
+        self._numbers = {id(parameter): i for i, (_, parameter) in enumerate(parameters)}
+        self._members: dict[int, list[int]] = {}  # parameters by bucket
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # gradient, and its old values
+
+    def keep(self, index: int, parameters: Sequence[Tensor], *, rebuilt: bool) -> None:
+        """Copy the gradients of a full bucket that this rank has not used."""
+        reducer = self._reducer()
+        if rebuilt or index not in self._members:
+            self._members[index] = [self._numbers[id(parameter)] for parameter in parameters]
+        if reducer is None:
+            return
+        used = _C.locally_used(reducer)[self._members[index]].tolist()
+        for number, parameter, is_used in zip(self._members[index], parameters, used, strict=True):
+            if not is_used and parameter.grad is not None:
+                self._kept[number] = parameter.grad, parameter.grad.detach().clone()
+
+    def before(self, number: int, now: Tensor | None) -> Tensor | None:
+        """A parameter's gradient before DDP may have overwritten it."""
+        return self._kept[number][1] if number in self._kept else now
+
+    def put_back(self, used: Tensor) -> None:
+        """Restore the gradients of parameters that no rank has used."""
+        is_used = used.tolist()
+        with torch.no_grad():
+            for number, (gradient, before) in self._kept.items():
+                if not is_used[number]:
+                    gradient.copy_(before)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the copies."""
+        self._kept.clear()
+
+    def __bool__(self) -> bool:
+        return bool(self._kept)
+
+
+def average_own_gradients(parameters: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Average the gradients that a failed step has left, which differ among ranks.
+
+    All ranks must call this with the same parameters. If a gradient exists on some ranks only, the
+    others get the mean too. Sparse gradients stay unchanged.
+    """
+    if not parameters:
+        return
+    layouts = [None if p.grad is None else p.grad.layout for p in parameters]
+    found = torch.tensor(
+        [[layout is torch.strided, layout is torch.sparse_coo] for layout in layouts],
+        dtype=torch.float32,
+        device=parameters[0].device,
+    )
+    counts = collectives.all_reduce(found, group=group).wait().tolist()
+    with torch.no_grad():
+        for parameter, (dense, sparse) in zip(parameters, counts, strict=True):
+            if not dense or sparse:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradient = parameter.grad
+            share = gradient.resolve_conj().contiguous() / group.size()
+            own = torch.view_as_real(share) if share.is_complex() else share
+            mean = collectives.all_reduce(own, group=group).wait()
+            gradient.copy_(torch.view_as_complex(mean) if share.is_complex() else mean)
+
+
+# ---- runs a hook on DDP's C++ reducer ------------------------------------------------------------
+
+
+class DdpRoad(Road):
     """The communication hook that DDP's reducer calls; it calls the hook attached at the moment.
 
     A reducer accepts one communication hook in its life. This one stays registered. Without an
@@ -68,21 +164,16 @@ class DdpRoad:
     Args:
         model: the DDP model.
         group: its ranks.
-        make_successor: makes the road that replaces this one. Its arguments: the model, the names
-            and parameters to average, the ranks, and the parameters that backward passes under
-            ``no_sync()`` have used since the last step.
     """
 
-    def __init__(
-        self, model: DistributedDataParallel, group: StepGroup, make_successor: _MakeSuccessor
-    ) -> None:
-        self._make_successor = make_successor
+    model: Callable[[], DistributedDataParallel | None]
+
+    def __init__(self, model: DistributedDataParallel, group: StepGroup) -> None:
+        super().__init__(model)
         self._group = group
         named = trainable(model)
         self._device = named[0][1].device
         self._used: list[UsedTensors | None] = []  # for each bucket of this backward
-        #: The road that has replaced this one.
-        self.successor: Road | None = None
         self._attached: Attached | None = None
         self._running: Attached | None = None  # the hook of this backward
         self._is_first = True  # whether this backward's next bucket is its first
@@ -91,7 +182,6 @@ class DdpRoad:
         self._seen_in_forward = False  # whether parameters were checked since the last backward
         self._key = str(id(self))
         by_name[self._key] = self
-        self._then: list[Callable[[], None]] = []
         self._plain = allreduce()
         self._buckets: dict[int, BucketWithMemory] = {}
         self._loaded: list[list[str]] = []  # names by bucket, from a loaded memory
@@ -99,7 +189,15 @@ class DdpRoad:
         # memory.
         buckets = self._buckets
         watched = self._watched = WatchedParameters(model, named, in_ddp=not model.mixed_precision)
-        self._results = DdpResults(model, watched, buckets)
+        # Old values of gradients that this rank has not used, where DDP overwrites these.
+        overwrites_unused = model.find_unused_parameters and model.gradient_as_bucket_view
+        self._kept = KeptGradients(model, watched.parameters) if overwrites_unused else None
+        # Functions that return results of which the hook is to remember the part that was not sent.
+        self._unsent: dict[int, Callable[[], Tensor]] = {}
+        # Results of another dtype than the gradients: scaled first, rounded afterwards.
+        self._unrounded: dict[int, Callable[[], Tensor]] = {}
+        # The previous step failed, and may have left gradients that this step does not use.
+        self._follow_a_failure = False
 
         def model_is_gone(_: object) -> None:
             buckets.clear()
@@ -128,20 +226,10 @@ class DdpRoad:
 
     @property
     def group(self) -> StepGroup:
-        """The group through which the hook communicates."""
         return self._group
 
     def check_fits(self, attached: Attached) -> None:
         """Accept any hook: DDP averages whole gradients."""
-
-    @property
-    def parents(self) -> list[dist.ProcessGroup]:
-        """The user's process group."""
-        return [self.group.parent]
-
-    def agree(self, what: str, error: Exception | None, settings: dict[str, object]) -> None:
-        """Raise on all ranks if one fails or settings differ; see :func:`agree`."""
-        agree(self.group.parent, what, error, settings, self.group.all_alike)
 
     def parameter_buckets(self) -> list[list[Tensor]]:
         """The parameters of each bucket, in order.
@@ -167,11 +255,6 @@ class DdpRoad:
         assigned = assign_buckets(parameters, [False] * len(parameters), model.bucket_bytes_cap)
         return [[parameters[i] for i in members] for members in assigned]
 
-    @property
-    def replica(self) -> WholeReplica:
-        """This rank's copy of the model."""
-        return WholeReplica(self.model, self.parameter_buckets, self.group)
-
     def _loaded_buckets(self, parameters: list[Tensor]) -> list[list[Tensor]]:
         """The loaded memory's buckets; none if they do not cover all parameters."""
         names = None if self._attached is None else self._attached.memory.names_of(parameters)
@@ -185,12 +268,8 @@ class DdpRoad:
             for places in split_by_kind(parameters)
         ]
 
-    #: A running backward ends with DDP's own reducer.
-    is_closing = False
-
     @property
     def attached(self) -> Attached | None:
-        """The hook."""
         return self._attached
 
     @attached.setter
@@ -253,28 +332,24 @@ class DdpRoad:
     def what_is_wrong(self) -> str | None:
         """The reason why a forward cannot lead to a step, or None."""
         model = self.model()
-        if model is not None and ddp_results.is_lost(model):
-            return ddp_results.LOST
+        if model is not None and is_lost(model):
+            return LOST
         return self.change_of_parameters()
 
     def change_of_parameters(self) -> str | None:
         """How the parameters have changed since a hook was attached, or None."""
         return None if self._attached is None else self._watched.change()
 
-    def _numbers_buckets(self) -> bool:
-        """Whether a step's buckets come with the numbers 0, 1, 2 and so on, in this order.
-
-        False for a static graph: DDP numbers each bucket 0 in the first step.
-        """
-        model = self.model()
-        return model is not None and not model.static_graph
-
     # ---- called by the reducer's hook (csrc/runtime/reducer/ddp_hook.h) --------------------------
 
     def choose_delivery(self) -> str:
-        """Who writes a bucket's result into the gradients."""
+        """Who writes a bucket's result into the gradients (csrc/runtime/reducer/ddp_hook.h)."""
         model = self.model()
-        return "reducer" if model is None else _delivery(model)
+        if model is None or model.find_unused_parameters or model.static_graph:
+            return "reducer"  # only DDP knows which gradients must stay unchanged
+        if any(parameter.is_complex() for parameter in model.parameters()):
+            return "reducer"  # the operators support no complex tensors
+        return "buffer" if model.gradient_as_bucket_view else "write"
 
     @left_to_python
     def begin_step(self) -> tuple[_C.CppHook, dist.ProcessGroup, dist.ProcessGroup] | None:
@@ -298,7 +373,7 @@ class DdpRoad:
             return None
         self._group.begin()
         model = self.model()
-        self._results.follow_a_failure = (
+        self._follow_a_failure = (
             self._group.epoch != self._averaged_epoch
             and self._skips_unused
             and model is not None
@@ -312,7 +387,7 @@ class DdpRoad:
         )
         attached.choose()
         native = attached.cpp_hook
-        if native is None or self._results.kept is not None or self._results.follow_a_failure:
+        if native is None or self._kept is not None or self._follow_a_failure:
             return None
         own = attached.own_group
         if own is not None:
@@ -342,29 +417,32 @@ class DdpRoad:
             bucket.memory = attached.memory_of(bucket.parameters(), index)
         count = bucket.bucket_count()
         where = hook_on_bucket(attached.name, index, count)
-        kept = self._results.kept
+        kept = self._kept
         if kept is not None and not attached.keeps_ranks_apart:
             kept.keep(index, bucket.parameters(), rebuilt=rebuilt)
-        call = attached.start(bucket, where, in_order=self._numbers_buckets())
+        model = self.model()
+        # In the first step of a static graph DDP gives each bucket the number 0.
+        in_order = model is not None and not model.static_graph
+        call = attached.start(bucket, where, in_order=in_order)
         self._used.append(call.used)
         if call.look is not None:  # the reducer's own callback comes after this one
             call.future.add_done_callback(lambda _, look=call.look: look())
         leaves_some_out = self._skips_unused and attached.keeps_error
         if leaves_some_out:
-            self._results.keep_for_unused(index, call.future.wait)
+            self._unsent[index] = call.future.wait
         if not attached.keeps_ranks_apart:
             attached.count_bucket(index, count, call.traffic, first=self._is_first)
         self._is_first = False
         local = call.local
         if local is None:
             if attached.scales_steps and call.dtype != bucket.dtype():
-                self._results.keep_unrounded(index, call.result)
+                self._unrounded[index] = call.result
             return attached.name, call.future, call.dtype, None
 
         def after(result: Tensor) -> Tensor:
             if leaves_some_out:  # post-hooks' changes are no errors of earlier steps
                 copied = result.clone()
-                self._results.keep_for_unused(index, lambda: copied)
+                self._unsent[index] = lambda: copied
             return attached.stages.after(bucket, result, local, where)
 
         return attached.name, call.future, call.dtype, after
@@ -407,19 +485,19 @@ class DdpRoad:
                 attached.count_bucket(index, len(sent or ()), traffic, first=index == 0)
             if torch._C._current_graph_task_id() == NO_BACKWARD:
                 # In join(), where a rank without inputs takes part without gradients.
-                self._results.forget()
+                self._forget_results()
             elif sent is None and (
                 attached.stages.has_post_accumulate_hooks
                 or attached.scales_steps
                 or (self._skips_unused and attached.keeps_error)
-                or self._results.kept
-                or self._results.follow_a_failure
+                or self._kept
+                or self._follow_a_failure
             ):
                 # Once the reducer has written the last gradients.
                 engine = torch.autograd.Variable._execution_engine
                 engine.queue_callback(partial(self._gradients_written, attached, past))
             return
-        self._results.forget()
+        self._forget_results()
         raised = self._group.fail_with(error)
         if raised is not error:  # backward() raises the error itself
             raise raised
@@ -428,25 +506,110 @@ class DdpRoad:
     def _gradients_written(
         self, attached: Attached, past: Mapping[int, bool] | None = None
     ) -> None:
-        self._results.finish(attached, past, self._group.group_for(self._device))
+        self._finish_results(attached, past)
         for index, bucket in sorted(self._buckets.items()):
             where = hook_on_bucket(attached.name, index, bucket.bucket_count())
             attached.stages.done(bucket, where)
 
-    def after_backward(self, then: Callable[[], None]) -> None:
-        """Call ``then`` when no backward of the last hook is running."""
-        self._then.append(then)
-        if self._running is None:
-            self._do_then()
+    def _forget_results(self) -> None:
+        """Drop the results of a backward that has ended or failed."""
+        self._unsent.clear()
+        self._unrounded.clear()
+        if self._kept is not None:
+            self._kept.clear()
 
-    def _do_then(self) -> None:
-        while self._then:
-            self._then.pop()()
+    def _finish_results(self, attached: Attached, past: Mapping[int, bool] | None) -> None:
+        """Finish the step, once DDP has written the last gradients.
+
+        DDP scales no results. It leaves gradients that no rank has used, or overwrites them if they
+        are views of the buckets.
+
+        Args:
+            attached: the hook.
+            past: as in :meth:`Attached.step_scale`.
+        """
+        if self._unsent:
+            self._keep_unsent()
+        model = self.model()
+        if self._kept and model is not None:  # last: results may share memory with gradients
+            self._kept.put_back(used_by_any_rank(model))
+        if attached.scales_steps:
+            self._scale_gradients(attached, past)
+        if self._follow_a_failure:
+            self._follow_a_failure = False
+            if model is not None:
+                is_used = used_by_any_rank(model).tolist()
+                unused = zip(self._parameters, is_used, strict=True)
+                group = self._group.group_for(self._device)
+                average_own_gradients([p for p, yes in unused if not yes], group)
+
+    def _keep_unsent(self) -> None:
+        """Let the hook remember results that DDP has written to no gradient."""
+        results, self._unsent = self._unsent, {}
+        model = self.model()
+        if model is None:
+            return
+        used = used_by_any_rank(model)
+        if used.all():
+            return
+        numbers = {id(parameter): i for i, parameter in enumerate(self._parameters)}
+        late = []
+        for index, result in results.items():
+            bucket = self._buckets[index]
+            parameters = bucket.parameters()
+            members = [numbers[id(parameter)] for parameter in parameters]
+            sent = [parameter.grad for parameter in parameters]
+            if self._kept:
+                sent = [self._kept.before(i, now) for i, now in zip(members, sent, strict=True)]
+            late.append(BucketResult(members, bucket.memory, result(), sent))
+        errors, values, gradients, table = make_unsent_table(late)
+        if table:
+            add_unsent_to_errors(errors, values, gradients, used, table)
+
+    def _scale_gradients(self, attached: Attached, past: Mapping[int, bool] | None) -> None:
+        """Scale the written gradients. Our own reducer scales while it writes them."""
+        unrounded, self._unrounded = self._unrounded, {}
+        results: dict[int, Tensor] = {}
+        for index, result in unrounded.items():
+            bucket = self._buckets[index]
+            pieces = bucket.pieces(result())
+            results.update(zip(map(id, bucket.parameters()), pieces, strict=True))
+        parameters = self._parameters_of_this_step()
+        if not parameters:
+            return
+        values = [
+            results.get(id(parameter), parameter.grad.resolve_conj().resolve_neg())
+            for parameter in parameters
+        ]
+        scale = attached.step_scale(values, past)
+        if scale is None:
+            return
+        with torch.no_grad():
+            as_written = []
+            for parameter, value in zip(parameters, values, strict=True):
+                if value is not parameter.grad:
+                    parameter.grad.copy_(scaled_result(value, scale, parameter.dtype))
+                elif value.layout is torch.strided:
+                    as_written.append(value)
+                else:  # an in-place product would round the factor too
+                    parameter.grad = scaled_result(value, scale, parameter.dtype)
+            if as_written:
+                torch._foreach_mul_(as_written, scale)
+
+    def _parameters_of_this_step(self) -> list[Any]:
+        """The parameters whose gradients this step has written; others may have older gradients."""
+        model = self.model()
+        if model is None:
+            return []
+        parameters = self._parameters
+        if model.find_unused_parameters or model.static_graph:
+            used = used_by_any_rank(model).tolist()
+            parameters = [p for p, yes in zip(parameters, used, strict=True) if yes]
+        return [parameter for parameter in parameters if parameter.grad is not None]
 
     @property
-    def is_alive(self) -> bool:
-        """Whether the model still exists."""
-        return self.model() is not None
+    def _is_running(self) -> bool:
+        return self._running is not None
 
     @torch.inference_mode(False)
     def hand_over(self) -> bool:
@@ -476,12 +639,22 @@ class DdpRoad:
         self._forward_handle.remove()
         named = list(self._watched.parameters)
         self._watched.clear()
-        used_before = _used_before(model, named)
+        # Whether a backward under no_sync() has used each parameter since a step.
         if self._group.epoch != self._averaged_epoch:  # a failed step has left different gradients
             used_before = [True] * len(named)
-        self.successor = self._make_successor(model, named, self._group, used_before)
+        elif model.find_unused_parameters and not model.static_graph:
+            used_before = [bool(used) for used in _C.locally_used(model.reducer).tolist()]
+        else:
+            # DDP has not counted. Averaging a gradient twice is harmless; not averaging it is not.
+            used_before = [parameter.grad is not None for _, parameter in named]
+        # Imports torch's compiler, which takes seconds, and which a hook on DDP does not need.
+        from torch_commhook.attachment.reducer_road import ReducerRoad
+
+        self.successor = successor = ReducerRoad.of_ddp(model, named, self._group)
+        used = torch.tensor(used_before, dtype=torch.uint8, device="cpu")
+        successor.reducer.use.touched.copy_(used)
         attached, self.attached = self.attached, None
-        self.successor.attached = attached
+        successor.attached = attached
         try:
             attached.choose_before_capture()
         except BaseException as error:

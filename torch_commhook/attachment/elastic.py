@@ -1,237 +1,37 @@
-"""A hook on a model with ranks that come and go, and the state that new ranks get."""
+"""A hook on a model with ranks that come and go: steps that the remaining ranks repeat."""
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torch_commhook.attachment.parameters import (
     buffers_of,
-    first_values,
-    ignored_names,
     joined_bytes,
-    kind_of,
     unpack,
-    why_not_written,
 )
-from torch_commhook.attachment.training_state import TrainingState
-from torch_commhook.collectives.agreement import described, packed, unpacked
-from torch_commhook.elastic.joining import Donor, InBackground, NewRank, receive, send, send_number
+from torch_commhook.attachment.training_state import NewRanks, TrainingState
+from torch_commhook.buckets.grad_bucket import scaled_result
+from torch_commhook.collectives.agreement import described
+from torch_commhook.collectives.issuing import begin_maximum
+from torch_commhook.collectives.plain import broadcast
 from torch_commhook.elastic.pace import Note, Pace
-from torch_commhook.elastic.ranks import Elastic, ElasticRanks, donors_of
+from torch_commhook.elastic.ranks import Elastic, ElasticRanks
+from torch_commhook.memory.hook_memory import KeptMemory
+from torch_commhook.reducer.buckets import BucketState
+from torch_commhook.reducer.eager_step import EagerStep
 from torch_commhook.reducer.reducer import Reducer
-from torch_commhook.reducer.repeatable_step import Recovery
 from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.step_group import StepGroup
 from torch_commhook.wording import warn_user
 
-# ---- the transfer of the training's state to ranks that join -------------------------------------
-
-
 _log = logging.getLogger("torch_commhook.elastic")
-
-
-class NewRanks:
-    """The new members of the view, and the transfer of the state to them.
-
-    The donor sends a small model's state at once, before the first step. It sends a large model's
-    parameters in pieces, while all ranks train: see :mod:`torch_commhook.elastic.joining`.
-
-    Args:
-        ranks: the ranks of the training.
-        state: the state for new ranks.
-        keeps_ranks_apart: returns whether the hook lets parameters differ between ranks for some
-            steps. New ranks then get the state at once.
-
-    Attributes:
-        sent_again: the number of parameters that this rank received twice, because their checksums
-            differed.
-    """
-
-    def __init__(
-        self, ranks: ElasticRanks, state: TrainingState, keeps_ranks_apart: Callable[[], bool]
-    ) -> None:
-        self._ranks = ranks
-        self._state = state
-        self._keeps_ranks_apart = keeps_ranks_apart
-        self._given = 0  # the number of the last view with a state for all new members
-        self._joining_of_view = 0, frozenset[int]()  # a view's number, and its joining members
-        self._donors: dict[int, Donor] = {}  # this rank as a donor, by new member
-        self._last_sends: list[Donor] = []  # donors of members that are complete from this step on
-        self._new_rank: NewRank | None = None  # this rank, while it receives pieces
-        self._in_step = (0, 0)  # the view and the step of the pieces under way
-        self.sent_again = 0
-
-    @property
-    def joining(self) -> frozenset[int]:
-        """The members that contribute zeros, because they do not have the whole state yet."""
-        view = self._ranks.view
-        if self._joining_of_view[0] != view.number:
-            in_pieces = view.steps > 0 and self._state.is_large and not self._keeps_ranks_apart()
-            self._joining_of_view = view.number, frozenset(view.new if in_pieces else ())
-        return self._joining_of_view[1]
-
-    @property
-    def is_joining(self) -> bool:
-        """Whether this rank is joining."""
-        return self._ranks.membership.own in self.joining
-
-    @property
-    def lacks_state(self) -> bool:
-        """Whether this rank is new, and still lacks a part of the state."""
-        return self.is_joining or self.is_receiving
-
-    @property
-    def is_receiving(self) -> bool:
-        """Whether this rank receives its state in pieces now."""
-        return self._new_rank is not None
-
-    @property
-    def has_all_pieces(self) -> bool:
-        """Whether this rank receives its state in pieces, and has all of them."""
-        return self._new_rank is not None and self._new_rank.has_all
-
-    def have_all_pieces(self, ranks: Iterable[int]) -> bool:
-        """Let ranks with all pieces contribute from the next step on.
-
-        Args:
-            ranks: the ranks.
-
-        Returns:
-            Whether some of them were joining until now.
-        """
-        view, joining = self._joining_of_view
-        left = joining.difference(ranks)
-        self._joining_of_view = view, left
-        return left != joining
-
-    def give(self) -> None:
-        """As a donor, send new ranks their state; as a joining rank, receive a piece of it.
-
-        Call it before a step, when the parameters hold the results of the previous one.
-        """
-        ranks, view = self._ranks, self._ranks.view
-        if view.number != self._in_step[0]:
-            self._donors, self._last_sends = {}, []
-        elif self._new_rank is not None and not self.is_joining:
-            self._get_rest(self._new_rank)
-        for new in self._donors.keys() - self.joining:
-            sender = self._donors.pop(new)
-            sender.end(packed(self._state.rest()))
-            self._last_sends.append(sender)
-        if self.joining:
-            self._exchange_pieces()
-        if view.number == self._given or ranks.membership.is_new:
-            return
-        self._given = view.number
-        own = ranks.membership.own
-        for new, donor in donors_of(view).items():
-            if donor == own and new not in self.joining:
-                self._give_all(view.members.index(new))
-
-    def _give_all(self, place: int) -> None:
-        data, group = packed(self._state.whole()), self._ranks.group.group
-        own = self._ranks.membership.own
-
-        def give() -> None:
-            try:
-                send(data, group, place)
-            except RuntimeError as error:  # a rank is lost
-                _log.warning("rank %d: a new rank did not get its state: %s", own, error)
-
-        InBackground(give)
-
-    def _exchange_pieces(self) -> None:
-        """Begin the exchange of a step's pieces. It runs once, before any rank ends the step."""
-        ranks, view = self._ranks, self._ranks.view
-        before, self._in_step = self._in_step, (view.number, ranks.steps)
-        if self._in_step == before:
-            return
-        is_first, group, own = before[0] != view.number, ranks.group.group, ranks.membership.own
-        if self._new_rank is not None:
-            self._new_rank.begin_step(group, self._own_donor(), is_first=is_first)
-            return
-        members = [each for each, donor in donors_of(view).items() if donor == own]
-        if is_first and members:
-            head, pieces = packed(self._state.head()), self._state.pieces()
-            for each in members:
-                self._donors[each] = Donor(pieces, group, view.members.index(each), head)
-        for sender in self._donors.values():
-            sender.begin_step()
-
-    def take(self) -> None:
-        """Wait for the step's pieces.
-
-        Raises:
-            RuntimeError: a connection was closed.
-        """
-        if self._new_rank is not None:
-            self._new_rank.receive()
-        ends, self._last_sends = self._last_sends, []
-        for sender in (*self._donors.values(), *ends):
-            sender.wait()
-
-    def write(self) -> None:
-        """Write the step's piece into the parameters, once the step counts."""
-        if self._new_rank is not None:
-            self._new_rank.write()
-
-    def _get_rest(self, new_rank: NewRank) -> None:
-        """Receive the last part of the state.
-
-        Raises:
-            RuntimeError: a connection was closed.
-        """
-        own = self._ranks.membership.own
-        group, donor = self._ranks.group.group, self._own_donor()
-        self.sent_again = new_rank.end(group, donor, self._state.load_rest)
-        self._new_rank, self._ranks.membership.is_new = None, False
-        _log.info("rank %d has the whole state after %d steps", own, self._ranks.steps)
-        if self.sent_again:
-            _log.warning(
-                "rank %d: the donor sent %d parameters and their optimizer state again, while the "
-                "other ranks waited, because an optimizer does not update elements independently",
-                own,
-                self.sent_again,
-            )
-
-    def begin(self, reducer: Reducer, recovery: Recovery) -> None:
-        """Wait for the state on a new rank; on other ranks, send it to the new ones.
-
-        Raises:
-            RuntimeError: the other ranks attached another hook while this rank waited.
-            ValueError: the state can't be read, or contains more than tensors and plain values.
-        """
-        membership = self._ranks.membership
-        if not membership.is_new:
-            self.give()
-        while membership.is_new and not membership.has_begun:
-            view, group = self._ranks.view, self._ranks.group.group
-            try:
-                donor = self._own_donor()
-                data = receive(group, donor, self._state.nbytes)
-                if self.is_joining:
-                    send_number(0, group, donor)
-            except RuntimeError as error:
-                recovery.go_on_between_steps(error)
-                continue
-            self._state.load(unpacked(data), reducer)
-            if self.is_joining:
-                self._new_rank = NewRank(self._state.pieces())
-                self._in_step = view.number, -1
-            else:
-                membership.is_new = False
-            break
-        membership.has_begun = True
-
-    def _own_donor(self) -> int:
-        """The place of this new rank's donor."""
-        view = self._ranks.view
-        return view.members.index(donors_of(view)[self._ranks.membership.own])
-
 
 # ---- a hook on a model with ranks that come and go -----------------------------------------------
 
@@ -269,7 +69,7 @@ class ElasticTraining:
         self._model = weakref.ref(model)
         self._first_attached = attached
         self._settings = settings
-        self._reducer: Callable[[], Reducer | None] = lambda: None
+        self._reducer: Callable[[], ElasticReducer | None] = lambda: None
         self._pace: Pace | None = None
         if settings.straggler is not None:
             self._pace = Pace(settings.straggler, settings.straggler_steps)
@@ -278,7 +78,7 @@ class ElasticTraining:
         self._state = TrainingState(
             model, settings.state, self.ranks, lambda: self._attached, str(shared["the hook"])
         )
-        self.new_ranks = NewRanks(self.ranks, self._state, lambda: self._attached.keeps_ranks_apart)
+        self.new_ranks = NewRanks(self.ranks, self._state)
         for name in ("straggler", "straggler_steps", "leave_out_stragglers"):
             shared[f"Elastic's {name}"] = getattr(settings, name)
         trained = {id(parameter) for _, parameter in parameters}
@@ -299,10 +99,9 @@ class ElasticTraining:
         self._state.printed_hook = str(settings["the hook"])
         self.ranks.change_settings(settings)
 
-    def use(self, reducer: Reducer) -> None:
-        """Serve a reducer: it recovers with these ranks."""
+    def use(self, reducer: ElasticReducer) -> None:
+        """Set the reducer whose steps these ranks take."""
         self._reducer = weakref.ref(reducer)
-        reducer.recovery = Recovery(reducer, self)
 
     @property
     def _attached(self) -> Attached:
@@ -312,32 +111,18 @@ class ElasticTraining:
         return self._first_attached if attached is None else attached
 
     @property
-    def _recovery(self) -> Recovery:
-        reducer = self._reducer()
-        assert reducer is not None and reducer.recovery is not None
-        return reducer.recovery
-
-    @property
     def group(self) -> StepGroup:
         """The members' group now."""
         return self.ranks.group
 
     @property
-    def is_joining(self) -> bool:
-        """Whether this rank contributes zeros, because it does not have the whole state yet."""
-        return self.new_ranks.is_joining
-
-    @property
-    def lacks_state(self) -> bool:
-        """Whether this rank is new, and still lacks a part of the state."""
-        return self.new_ranks.lacks_state
-
-    @property
     def averaged(self) -> int:
+        """The number of ranks with gradients of their own: the mean is over these."""
         return len(self.ranks.view.members) - len(self.new_ranks.joining)
 
     @property
     def leader(self) -> int:
+        """The place in the group of the first rank with the whole state."""
         members, joining = self.ranks.view.members, self.new_ranks.joining
         return next(place for place, each in enumerate(members) if each not in joining)
 
@@ -347,10 +132,15 @@ class ElasticTraining:
         return {} if self._pace is None else self._pace.stragglers
 
     def stop_clock(self) -> None:
+        """Stop measuring this rank's time: it waits for others from now on."""
         if self._pace is not None:
             self._pace.end()
 
     def note(self) -> Tensor:
+        """This rank's message to the others at the end of a step: uint8, flat.
+
+        All ranks get the elementwise maximum.
+        """
         pace, view, own = self._pace, self.ranks.view, self.ranks.rank
         note = Note(
             len(view.members), compares=pace is not None, joins=bool(self.new_ranks.joining)
@@ -366,6 +156,7 @@ class ElasticTraining:
         return note.values
 
     def packed_buffers(self) -> Tensor | None:
+        """The bytes of the model's buffers, or None. All ranks take the leader's."""
         model = self._model()
         if not self._broadcast_buffers or model is None:
             return None
@@ -373,33 +164,43 @@ class ElasticTraining:
         return joined_bytes(buffers) if buffers else None
 
     def unpack_buffers(self, sent: Tensor) -> None:
+        """Write the leader's buffers."""
         model = self._model()
         if model is not None:
             unpack(sent, buffers_of(model).values())
 
     def go_on(self, error: BaseException, *, has_results: bool) -> bool:
+        """Agree with the other ranks on who continues; as :meth:`ElasticRanks.go_on`."""
         if self._pace is not None:
             self._pace.skip()
         return self.ranks.go_on(error, has_results=has_results)
 
-    def unreachable(self, error: RuntimeError) -> Exception:
-        return self.ranks.unreachable(error)
+    def use_group(self, error: BaseException | None = None) -> None:
+        """Use the group of the remaining ranks. No step is open on this rank.
 
-    def step_ended(self, note: Tensor | None) -> bool:
-        self.ranks.trained += 1
-        return self._ended(note, lets_in=True)
+        Args:
+            error: the error after which ranks must first agree on who is left; None if they have.
+
+        Raises:
+            BaseException: this rank does not continue.
+        """
+        while True:
+            if error is not None:
+                self.go_on(error, has_results=False)
+            reducer = self._reducer()
+            assert reducer is not None
+            try:
+                reducer.use_group(self.group)
+                return
+            except RuntimeError as again:
+                error = self.ranks.unreachable(again)
 
     def count_local_step(self) -> None:
+        """Count a step that this rank has taken on its own."""
         self.ranks.trained += 1
         self._steps_measured += 1
 
-    def exchange_ended(self, note: Tensor | None, *, lets_in: bool) -> bool:
-        return self._ended(note, lets_in=lets_in)
-
-    def use_group(self) -> None:
-        self._recovery.go_on_between_steps()
-
-    def _ended(self, values: Tensor | None, *, lets_in: bool) -> bool:
+    def step_ended(self, values: Tensor | None, *, lets_in: bool) -> bool:
         """Count a step or an exchange of all ranks, then admit and leave out the ranks they chose.
 
         Args:
@@ -408,6 +209,9 @@ class ElasticTraining:
 
         Returns:
             Whether the members have changed.
+
+        Raises:
+            LeftOutError: the others continue without this rank, which was too slow.
         """
         pace, members = self._pace, self.ranks.view.members
         joins = bool(self.new_ranks.joining)
@@ -426,8 +230,9 @@ class ElasticTraining:
             )
             if joins and not has_changed:
                 having_all = [members[place] for place in note.having_all()]
-                if self.new_ranks.have_all_pieces(having_all):
-                    self._change_memory()
+                reducer = self._reducer()
+                if self.new_ranks.have_all_pieces(having_all) and reducer is not None:
+                    reducer.change_memory()  # for a mean over more ranks
         if pace is not None:
             pace.keep(self.ranks.view.members)
             if has_changed or values is None:
@@ -436,12 +241,6 @@ class ElasticTraining:
                 pace.begin()
             self._steps_measured = 0 if self._attached.keeps_ranks_apart else 1
         return has_changed
-
-    def _change_memory(self) -> None:
-        """Adapt the hook's memory to a mean over more ranks."""
-        reducer = self._reducer()
-        assert reducer is not None
-        reducer.change_memory()
 
     def leave(self) -> None:
         """Leave the training."""
@@ -453,64 +252,314 @@ class ElasticTraining:
         self.ranks.leave()
 
     def before_forward(self) -> None:
-        """Call :meth:`give_state`. An error is only logged: it returns when the step begins."""
+        """Send new ranks their state. An error is only logged: it returns when the step begins."""
         try:
-            self.give_state()
+            self.new_ranks.give()
         except RuntimeError as error:
             _log.info("rank %d: before its step: %s", self.ranks.membership.own, error)
 
-    def give_state(self) -> None:
-        self.new_ranks.give()
-
-    def take_state(self) -> None:
-        self.new_ranks.take()
-
-    def write_state(self) -> None:
-        self.new_ranks.write()
-
-    def begin(self, reducer: Reducer) -> None:
+    def begin(self) -> None:
         """Wait for the state on a new rank; on other ranks, send it to the new ones.
 
         Raises:
             RuntimeError: the other ranks attached another hook while this rank waited.
         """
-        self.new_ranks.begin(reducer, self._recovery)
+        reducer = self._reducer()
+        assert reducer is not None
+        self.new_ranks.begin(reducer.memory_loaded, self.use_group)
 
 
-def check_fits(attached: Attached, model: nn.Module, parameters: list[tuple[str, Tensor]]) -> None:
-    """Refuse a hook or a model that ``elastic`` does not support.
+# ---- steps that change nothing until all ranks have all results ----------------------------------
+
+
+class RepeatableStep(ABC):
+    """A step that the remaining ranks repeat when a rank is lost.
+
+    Attributes:
+        training: the ranks.
+        has_results: whether this rank has all results, also the combined :attr:`flags`.
+        note: the ranks' combined notes at its end; None if the ranks have changed since.
+        flags: the maximum of the ranks' results of :meth:`_send`.
+    """
+
+    training: ElasticTraining
+    has_results = False
+    note: Tensor | None = None
+    flags: Tensor
+    _group: StepGroup
+    _buffers: Tensor | None = None
+
+    @abstractmethod
+    def _send(self) -> Tensor:
+        """Send this rank's part of the step. Returns flags for all ranks: uint8, flat."""
+
+    @abstractmethod
+    def _receive(self) -> None:
+        """Wait for the results, and keep them."""
+
+    @abstractmethod
+    def _write_results(self) -> None:
+        """Write the results: all ranks have them."""
+
+    @abstractmethod
+    def drain(self, error: BaseException) -> None:
+        """Wait for running collectives after an error."""
+
+    @abstractmethod
+    def undo(self) -> None:
+        """Restore the hook's memory of before the step."""
+
+    @abstractmethod
+    def repeat(self, group: StepGroup) -> None:
+        """Take the step again in the group of the remaining ranks."""
+
+    def take(self) -> None:
+        """Take the step until all ranks have all results.
+
+        Raises:
+            BaseException: a rank was lost, or another error occurred. See :attr:`has_results`.
+        """
+        training, group = self.training, self._group
+        self.has_results = False
+        note = training.note()  # first: it measures the time until here
+        flags = self._send()
+        # Before this rank reports that it has all results: others may need the rest.
+        maximum = begin_maximum(group.group, torch.cat([note, flags]))
+        buffers, leader = training.packed_buffers(), training.leader
+        sent = None if buffers is None else broadcast(buffers, src=leader, group=group.group)
+        self._receive()
+        combined = maximum()
+        self._buffers = None if sent is None else sent.wait()
+        self.note, self.flags = combined[: len(note)], combined[len(note) :]
+        training.new_ranks.take()
+        self.has_results = True
+        group.end()
+
+    def go_on(self, error: BaseException) -> bool:
+        """Repeat the failed step among the remaining ranks, or count it.
+
+        Args:
+            error: the error on this rank.
+
+        Returns:
+            Whether it counts: it has succeeded on all ranks, and some know that already.
+
+        Raises:
+            BaseException: this rank does not continue.
+        """
+        training = self.training
+        while True:
+            error = self._group.fail_with(error)  # otherwise the ranks would wait for each other
+            self.drain(error)
+            counts = False
+            try:
+                counts = training.go_on(error, has_results=self.has_results)
+            finally:
+                if not counts:
+                    self.undo()
+            if counts:
+                self.note = None  # the ranks that it would admit have joined by now
+                return True
+            training.use_group()
+            try:
+                training.new_ranks.give()
+                self.repeat(training.group)
+                return False
+            except BaseException as again:
+                error = again
+
+    def apply(self) -> None:
+        """Apply the step: all ranks have all results."""
+        self.training.new_ranks.write()
+        self._write_results()
+        if self._buffers is not None:
+            self.training.unpack_buffers(self._buffers)
+
+    def count(self, *, lets_in: bool = True) -> None:
+        """Count the step, and admit ranks that want to join.
+
+        Args:
+            lets_in: whether new ranks may join now.
+
+        Raises:
+            BaseException: this rank does not continue.
+        """
+        has_changed = self.training.step_ended(self.note, lets_in=lets_in)
+        if has_changed or self.note is None:
+            self.training.use_group()
+
+
+class ElasticStep(EagerStep, RepeatableStep):
+    """An eager step that writes no gradient until all ranks have all results.
+
+    Attributes:
+        failure: the error that has ended it early, until it is repeated.
+    """
+
+    _writes_late = True
+
+    failure: BaseException | None = None
+    _kept: KeptMemory
+    _late: Sequence[tuple[BucketState, Tensor]]
+
+    def train_with(self, training: ElasticTraining) -> None:
+        """Set the ranks, before the step begins."""
+        self.training = training
+        self._kept = KeptMemory(self.attached.memory)
+
+    def begin(self, on_step: Callable[[bool], None]) -> None:
+        if self.has_begun:
+            return
+        try:
+            self.training.new_ranks.give()  # if the model's own forward was not called
+            super().begin(on_step)
+        except Exception as error:
+            self.failure = error
+
+    def choose(self) -> None:
+        if self.failure is None:
+            try:
+                super().choose()
+            except RuntimeError as error:  # a rank may be lost
+                self.fail(error)
+
+    def start_full(self) -> None:
+        if self.failure is None:
+            try:
+                super().start_full()
+            except Exception as error:
+                self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Start the hook on no further bucket until the step is repeated."""
+        self._starting = False
+        self.failure = error
+
+    def finish(self) -> None:
+        """Finish the step; as :meth:`EagerStep.finish`.
+
+        Raises:
+            BaseException: as :meth:`RepeatableStep.take`.
+        """
+        if self.failure is not None:
+            raise self.failure
+        self.take()
+        self.apply()
+
+    def _start(self, state: BucketState, gradients: list[Tensor] | None = None) -> None:
+        if self.training.new_ranks.is_joining:
+            for parameter in state.parameters:
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+        super()._start(state, gradients)
+
+    def _send(self) -> Tensor:
+        self._start_all()
+        return self._use.locally_used(self._buckets, self.agreement)
+
+    def _receive(self) -> None:
+        self._late = self._of_those_that_give(self._results())
+
+    def _of_those_that_give(
+        self, results: list[tuple[BucketState, Tensor]]
+    ) -> list[tuple[BucketState, Tensor]]:
+        """The means over the ranks that give gradients, from those over all ranks."""
+        size, averaged = self._group.size, self.training.averaged
+        if size == averaged:
+            return results
+        scale = size / averaged
+        return [(state, scaled_result(result, scale, state.dtype)) for state, result in results]
+
+    def _write_results(self) -> None:
+        self._apply(self._late, self.flags, [call.traffic for call in self._calls])
+
+    def repeat(self, group: StepGroup) -> None:
+        self.drop()
+        if self.attached.choosing is not None:
+            self.attached.choosing.step_repeats()
+        self._next, self.failure = 0, None
+        self._group = self.agreement = group
+        group.begin()
+        self.finish()
+
+    def undo(self) -> None:
+        self._kept.put_back()
+
+
+class ElasticReducer(Reducer):
+    """Averages gradients over ranks that come and go.
 
     Args:
-        attached: the hook.
-        model: the model.
-        parameters: the names and parameters with gradients to average.
-
-    Raises:
-        ValueError: a parameter is not on the CPU, each rank has one for itself, or the hook has
-            process groups of its own.
-        RuntimeError: a parameter or buffer cannot be written.
+        training: the ranks.
+        named_parameters, group, settings: as for :class:`Reducer`.
     """
-    check_elastic_hook(attached)
-    ignored = ignored_names(model)
-    if ignored:
-        raise ValueError(
-            "attach: with elastic, new ranks get all parameters and buffers from another rank, so "
-            "the model's _ddp_params_and_buffers_to_ignore must be empty, got "
-            f"{sorted(ignored)}"
+
+    def __init__(
+        self,
+        training: ElasticTraining,
+        named_parameters: Sequence[tuple[str, Tensor]],
+        group: StepGroup,
+        **settings: Any,
+    ) -> None:
+        super().__init__(named_parameters, group, **settings)
+        self._training = training
+        training.use(self)
+        self.keep_buckets()  # new ranks do not know the order of others' gradients
+
+    def _connect_hook(self, attached: Attached) -> None:
+        self._training.use_group()
+
+    def use_group(self, group: StepGroup) -> None:
+        """Continue among other ranks. No step is open, or one that is to be repeated.
+
+        Raises:
+            RuntimeError: they could not connect.
+        """
+        self.group = group
+        if self._attached is not None:
+            self._attached.use_group(group, self.device)
+        self.change_memory()
+
+    def change_memory(self) -> None:
+        """Give the hook its memory among the present ranks."""
+        attached, averaged = self._attached, self._training.averaged
+        if attached is not None:
+            attached.memory.change_ranks(self.group.rank, self.group.size, averaged=averaged)
+        self._prepare_memory()
+
+    def before_capture(self) -> None:
+        """Refuse compiled autograd, which cannot repeat a backward."""
+        raise RuntimeError(
+            "torch_commhook: with elastic, backward must be eager, but compiled autograd was "
+            "enabled"
         )
-    for name, parameter in parameters:
-        if parameter.device.type != "cpu":
-            raise ValueError(
-                f"attach: with elastic, parameters must be on the CPU, got '{name}' on "
-                f"{parameter.device}"
-            )
-    for name, tensor in first_values(model).items():
-        why = why_not_written(tensor)
-        if why is not None:
-            raise RuntimeError(
-                "attach: with elastic, new ranks get all parameters and buffers from another rank, "
-                f"but {kind_of(model, name)} '{name}' cannot be written: {why}"
-            )
+
+    def _step(self, attached: Attached) -> EagerStep:
+        if attached.keeps_ranks_apart:
+            return super()._step(attached)
+        step = ElasticStep(attached, self._buckets, self.parameters, self.use, self.group)
+        step.train_with(self._training)
+        return step
+
+    def _failed(self, step: EagerStep, error: BaseException) -> None:
+        if not isinstance(step, ElasticStep):
+            self._abort(step, error)
+        try:
+            if step.go_on(error):
+                step.apply()
+        except BaseException:
+            step.drop()
+            self._reset()
+            raise
+
+    def _finished(self, step: EagerStep) -> None:
+        self._step_ended()
+        if isinstance(step, ElasticStep):
+            self._training.ranks.trained += 1
+            step.count()
+
+
+# ---- a check of the hook -------------------------------------------------------------------------
 
 
 def check_elastic_hook(attached: Attached) -> None:

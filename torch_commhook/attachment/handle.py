@@ -1,31 +1,40 @@
-"""The handle of an attached hook, and the numbers that it writes to a user's log."""
+"""Attaching a hook on all ranks or on none, its handle, and the numbers for a user's log."""
 
 from __future__ import annotations
 
 import copy
 import math
 import sys
+import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, SupportsIndex
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from torch_commhook import _C
-from torch_commhook.attachment.parameters import release
+from torch_commhook.attachment.parameters import claim, release
 from torch_commhook.attachment.road import Road, compared_settings, road_in_use, roads
 from torch_commhook.attachment.training_state import stop_watching_optimizers, watch_optimizers
 from torch_commhook.buckets.grad_bucket import GradBucket
+from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.agreement import gather_along
+from torch_commhook.elastic.ranks import Elastic
 from torch_commhook.hooks.auto import auto
 from torch_commhook.hooks.expressions import as_hook
+from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.memory.resharding import merged_states, on_the_host
 from torch_commhook.memory.states import LOCAL_STEPS, comparable_form
+from torch_commhook.memory.watches import Scaler, checked_scale
 from torch_commhook.metrics import HookStats, forget_bytes
 from torch_commhook.step.attached_hook import Attached
+from torch_commhook.step.link import check_connections
 from torch_commhook.wording import warn_user
 
 # ---- writes numbers to a user's log --------------------------------------------------------------
@@ -193,7 +202,7 @@ class HookHandle:
                 replacement.local_steps.close()
             self._attached = self._road.attached = before
             raise
-        elastic = getattr(self._road, "elastic", None)
+        elastic = self._road.elastic
         if elastic is not None:
             elastic.hook_replaced(shared)
         if before.local_steps is not None:
@@ -304,7 +313,7 @@ class HookHandle:
         for memory in attached.memory.bucket_memories():
             if memory.index < len(stats.buckets):
                 stats.buckets[memory.index].measured(memory.meters())
-        elastic = getattr(self._road, "elastic", None)
+        elastic = self._road.elastic
         if elastic is not None:
             stats.membership, stats.stragglers = elastic.ranks.events, elastic.stragglers
         if isinstance(attached.hook, auto):
@@ -339,7 +348,7 @@ class HookHandle:
         With local steps these are the optimizer's steps. Without ``elastic`` it is the number of
         steps since the hook was attached; with local steps, of exchanges.
         """
-        elastic = getattr(self._road, "elastic", None)
+        elastic = self._road.elastic
         return self._attached.memory.steps if elastic is None else elastic.ranks.trained
 
     @property
@@ -349,8 +358,8 @@ class HookHandle:
         Until it has all pieces, its parameters and loss are meaningless and its gradients do not
         count. Always False without ``elastic``.
         """
-        elastic = getattr(self._road, "elastic", None)
-        return elastic is not None and bool(elastic.lacks_state)
+        elastic = self._road.elastic
+        return elastic is not None and elastic.new_ranks.lacks_state
 
     def on_membership(self, callback: Callable[[int, int], object]) -> None:
         """Call ``callback(rank, size)`` now, and whenever ranks are lost or join.
@@ -364,7 +373,7 @@ class HookHandle:
         Raises:
             RuntimeError: the hook was attached without ``elastic``.
         """
-        elastic = getattr(self._road, "elastic", None)
+        elastic = self._road.elastic
         if elastic is None:
             raise RuntimeError("HookHandle.on_membership: the hook was attached without elastic")
         elastic.ranks.on_membership(callback)
@@ -472,6 +481,155 @@ class HookHandle:
         return f"HookHandle({self._attached.name}, {where})"
 
 
+# ---- attaching a hook to a model -----------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class Attaching(ABC):
+    """One call of :func:`torch_commhook.attach`: on all ranks, or on none.
+
+    A subclass knows a kind of model. The attributes are the user's arguments, and these:
+
+    Attributes:
+        model: the model, without the wrapper of ``torch.compile``.
+        settings: the settings of a module, by name; None for those that the user left out.
+        attached: the hook, set by :meth:`check`.
+    """
+
+    model: nn.Module
+    hook: Callable[..., Any] | str
+    state: object
+    scaler: Scaler | None
+    connections: int | None
+    elastic: Elastic | None
+    shard_hook: Callable[..., Any] | str | None
+    weights: Codec | None
+    process_group: dist.ProcessGroup | None
+    settings: dict[str, Any]
+    attached: Attached = field(init=False)
+
+    def run(self) -> HookHandle:
+        """Attach the hook; as :func:`torch_commhook.attach`."""
+        error, settings = None, {}
+        try:
+            settings = self.check()
+        except Exception as refused:
+            error = refused
+        # Nothing is written before, and nothing that one rank alone refuses is checked after.
+        self.agree(error, settings)
+        handle = None
+        try:
+            road = roads[self.model] = self.open()
+            handle = HookHandle(road, self.attached)
+            self.begin(road)
+        except BaseException:
+            self._take_back(handle)
+            raise
+        return handle
+
+    @abstractmethod
+    def check(self) -> dict[str, object]:
+        """Check the arguments and the model, and claim its parameters.
+
+        Returns:
+            The settings that must be the same on all ranks.
+        """
+
+    @abstractmethod
+    def agree(self, error: Exception | None, settings: dict[str, object]) -> None:
+        """Raise on all ranks if one has an error or settings differ."""
+
+    @abstractmethod
+    def open(self) -> Road:
+        """Make the road, or find the one that the model has already."""
+
+    def begin(self, road: Road) -> None:
+        """Start the hook on the road."""
+        begin_hook(road, self.attached, "attach")
+        count, group = self.connections, road.group
+        if count in (None, 1) or group.size == 1:
+            return
+        is_on_cpu = all(each.device.type == "cpu" for each in self.model.parameters())
+        if not (is_on_cpu and group.takes_connections):
+            warn_user(
+                f"attach: connections={count} has no effect: it applies to ranks over Gloo with "
+                "tensors on the CPU, and not to simulated ranks"
+            )
+
+    def _take_back(self, handle: HookHandle | None) -> None:
+        """Leave the model as before, after an error."""
+        if handle is not None:
+            handle.remove()
+            road = handle._road
+            if road.attached is None:
+                road.attached = None  # closes a new road: the next hook may have other settings
+            if not road.is_alive:
+                roads.pop(self.model, None)
+        release(self.model)
+
+    # ---- checks of any kind of model -------------------------------------------------------------
+
+    def checked(self, hook: Callable[..., Any], state: object, memory: HookMemory) -> Attached:
+        """A hook with empty memory, checked as :meth:`Attached.checked`."""
+        memory.scaler = self.scaler
+        attached = Attached.checked(hook, state, memory)
+        attached.connections = self.connections
+        return attached
+
+    def common_settings(self) -> dict[str, object]:
+        """Settings of any kind of model that must be the same on all ranks."""
+        return {
+            "the scaler's scale": None if self.scaler is None else checked_scale(self.scaler),
+            "connections": self.connections,
+        }
+
+    def check_arguments(self) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+        """Check what does not depend on the kind of model; return the hook and ``shard_hook``."""
+        model, shard_hook = self.model, self.shard_hook
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"attach: model must be a torch.nn.Module, got {_C.type_name(model)}")
+        if isinstance(model, torch.jit.ScriptModule):
+            raise TypeError("attach: model must not be a ScriptModule, which takes no Python hooks")
+        check_connections(self.connections)
+        return as_hook(self.hook), None if shard_hook is None else as_hook(shard_hook)
+
+    def check_unoccupied(self) -> None:
+        """Refuse a model that has a hook."""
+        first = roads.get(self.model)
+        if first is None:
+            return
+        road = road_in_use(first)
+        if road.is_closing:
+            raise RuntimeError(
+                "attach: a hook was removed from this model in a backward() that is still "
+                "running; attach the next one after it, or replace() the hook through its handle"
+            )
+        if road.is_alive and road.attached is not None:
+            raise RuntimeError(
+                f"attach: hook '{road.attached.name}' is attached to this model already; remove() "
+                f"it, or replace() it through its handle"
+            )
+
+    def check_none_given(self, must: str, what: str) -> None:
+        """Refuse settings that ``what``, a kind of model, has already: they ``must`` ..."""
+        given = {"process_group": self.process_group, **self.settings}
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(f"attach: {name} must {must}; got {value!r} for {what}")
+
+    def claim(self, parameters: list[tuple[str, Tensor]]) -> None:
+        """Claim parameters for the model; as :func:`claim`."""
+        owner = weakref.ref(self.model)
+
+        def hook() -> str | None:
+            model = owner()
+            road = None if model is None or model not in roads else road_in_use(roads[model])
+            attached = None if road is None or not road.is_alive else road.attached
+            return None if attached is None else attached.name
+
+        claim(parameters, self.model, hook)
+
+
 def begin_hook(first: Road, attached: Attached, op: str) -> None:
     """Start a hook on a model: on all ranks, or on none.
 
@@ -484,59 +642,32 @@ def begin_hook(first: Road, attached: Attached, op: str) -> None:
         Exception: the hook raised it when it asked for memory.
         RuntimeError: the hook raised an exception on another rank.
     """
-    road = road_in_use(first)
-    error = _refused(attached, road)
-    try:
-        # Also if this rank refuses the hook: the others may be measuring the link with this rank.
-        if error is None or getattr(road, "elastic", None) is None:
-            road.attached = attached
-        if error is None:
-            _begin_local_steps(first, attached)
-            _begin_choosing(first, attached)
-    except Exception as raised:
-        error = error or raised
-    road.agree(op, error, {})
-    watch_optimizers(attached)
-    _warn_of_connections(road, attached, op)
-
-
-def _warn_of_connections(road: Road, attached: Attached, op: str) -> None:
-    model, count = road.model(), attached.connections
-    if op != "attach" or model is None or count in (None, 1) or road.group.size == 1:
-        return
-    is_on_cpu = all(each.device.type == "cpu" for each in model.parameters())
-    if not (is_on_cpu and road.group.takes_connections):
-        warn_user(
-            f"attach: connections={count} has no effect: it applies to ranks over Gloo with "
-            "tensors on the CPU, and not to simulated ranks"
-        )
-
-
-def _refused(attached: Attached, road: Road) -> Exception | None:
-    """The error if the hook does not fit the ranks and parameters, or None."""
+    road, hook, error = road_in_use(first), attached.hook, None
     try:
         attached.hook.check_ranks(road.group.parent)
         attached.hook.check_parameters(attached.memory.store.named_parameters())
     except Exception as refused:
-        return refused
-    return None
+        error = refused
+    try:
+        # Also if this rank refuses the hook: the others may be measuring the link with this rank.
+        if error is None or road.elastic is None:
+            road.attached = attached
+        if error is None:
+            model = road.model()
+            if attached.keeps_ranks_apart and model is not None:
+                # Imports torch's compiler, which takes seconds, and which other hooks do not need.
+                from torch_commhook.attachment.local_steps import LocalSteps
 
+                attached.local_steps = LocalSteps(model, attached, lambda: road_in_use(first))
+            if isinstance(hook, auto):
+                # Imports what plans steps, which other hooks do not need.
+                from torch_commhook.attachment.choosing import ChoosingByPlan
 
-def _begin_local_steps(first: Road, attached: Attached) -> None:
-    model = road_in_use(first).model()
-    if attached.keeps_ranks_apart and model is not None:
-        # Imports torch's compiler, which takes seconds, and which other hooks do not need.
-        from torch_commhook.attachment.local_steps import LocalSteps
-
-        attached.local_steps = LocalSteps(model, attached, lambda: road_in_use(first))
-
-
-def _begin_choosing(first: Road, attached: Attached) -> None:
-    if isinstance(attached.hook, auto):
-        # Imports what plans steps, which other hooks do not need.
-        from torch_commhook.attachment.choosing import ChoosingByPlan
-
-        attached.choosing = ChoosingByPlan(attached.hook, attached.memory, first)
+                attached.choosing = ChoosingByPlan(hook, attached.memory, first)
+    except Exception as raised:
+        error = error or raised
+    road.agree(op, error, {})
+    watch_optimizers(attached)
 
 
 def _shared_of_state(state: dict[str, Any], position: dict[str, Any] | None) -> dict[str, object]:

@@ -10,12 +10,9 @@ import torch
 from torch import Tensor
 
 from torch_commhook import collectives
-from torch_commhook.attachment.parameter_exchange import BackgroundExchange
-from torch_commhook.attachment.road import Replica
 from torch_commhook.hooks.local_sgd import local_sgd, precise
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.states import (
-    ANCHOR,
     LOCAL_STEPS,
     MEANS,
     PARAMETERS,
@@ -25,29 +22,6 @@ from torch_commhook.memory.states import (
     shown,
 )
 from torch_commhook.step.step_group import StepGroup
-from torch_commhook.wording import warn_user
-
-# ---- warnings that ranks end with different parameters -------------------------------------------
-
-
-def warn_apart(name: str, what: str, steps: int) -> None:
-    """Warn that the ranks' parameters differ, and say how to avoid it.
-
-    Args:
-        name: the hook's name.
-        what: the event, as a verb after the hook's name.
-        steps: steps since the last exchange; 0 if only unsent updates differ.
-    """
-    if steps:
-        when = f"{steps} step{'' if steps == 1 else 's'} after the ranks' last exchange"
-    else:
-        when = "while ranks had updates that they had not sent"
-    warn_user(
-        f"torch_commhook: hook '{name}' {what} {when}, so the ranks' parameters differ. Call "
-        "HookHandle.synchronize() first, on all ranks",
-        RuntimeWarning,
-    )
-
 
 # ---- gives all ranks the same anchors after users have written to parameters ---------------------
 
@@ -322,38 +296,6 @@ def checked_means(
     }
 
 
-def position_of(place: Round, background: BackgroundExchange | None) -> dict[str, Any]:
-    """The position in a round, in the form of a state.
-
-    An exchange that has failed counts as not begun.
-
-    Args:
-        place: the position in the round.
-        background: a running exchange with a known outcome.
-    """
-    if background is None:
-        return place.position(-1)
-    if background.failure is None:
-        return place.position(background.steps)
-    return place.before(background.fragment, background.began_at + background.steps).position(-1)
-
-
-def exchange_of_state(
-    replica: Replica, place: Round, steps: int, means: Mapping[str, Tensor]
-) -> BackgroundExchange:
-    """A running exchange with known means.
-
-    Args:
-        replica: the parameters' copy of the model.
-        place: the position in the round.
-        steps: the number of steps since the exchange began.
-        means: mean distances by parameter name.
-    """
-    return BackgroundExchange(
-        replica, place.fragment_before, began_at=place.began_at(steps), steps=steps, means=means
-    )
-
-
 def _checked(
     values: Mapping[str, Any], kind: str, name: str, parameter: Tensor, dtype: torch.dtype
 ) -> Tensor:
@@ -369,41 +311,3 @@ def _checked(
         load_error,
         is_finite=False,
     )
-
-
-def own_tensors(
-    parameters: Mapping[str, Tensor], means: Mapping[str, Tensor] | None
-) -> dict[str, dict[str, Tensor]]:
-    """Copies of this rank's tensors for a state. Kinds and names are the same at every step.
-
-    Args:
-        parameters: the parameters by name.
-        means: the mean distances of a running exchange by name, as far as they have arrived;
-            others are saved as zeros. None for a hook without exchanges in the background.
-    """
-    own = {PARAMETERS: {name: each.detach().clone() for name, each in parameters.items()}}
-    if means is not None:
-        own[MEANS] = {
-            name: torch.zeros_like(each, dtype=precise(each.dtype), requires_grad=False)
-            for name, each in parameters.items()
-            if name not in means
-        }
-        own[MEANS] |= {name: each.detach().clone() for name, each in means.items()}
-    return own
-
-
-def check_anchors(state: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Check that a state has an anchor of each parameter.
-
-    Otherwise each rank would use its own parameter as the anchor.
-
-    Args:
-        state: the state to load, already checked by the memory.
-        names: the parameters' names.
-
-    Raises:
-        ValueError: the state lacks an anchor.
-    """
-    missing = sorted(set(names) - set(state["shared"].get(ANCHOR, {})))
-    if missing:
-        raise load_error(f"its '{ANCHOR}' lacks {missing}")

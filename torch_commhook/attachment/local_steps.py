@@ -12,22 +12,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from torch_commhook.attachment.elastic import ElasticTraining
 from torch_commhook.attachment.local_state import (
     CheckedState,
     Round,
     agree_on_anchors,
-    check_anchors,
     check_fragment,
     checked_means,
-    exchange_of_state,
-    own_tensors,
-    position_of,
     taken_apart,
-    warn_apart,
 )
 from torch_commhook.attachment.parameter_exchange import (
     BackgroundExchange,
-    ExchangeSurvivors,
     ParameterExchange,
     RepeatableExchange,
 )
@@ -37,13 +32,14 @@ from torch_commhook.attachment.training_state import (
     register_first,
     stop_watching_optimizers,
 )
-from torch_commhook.hooks.local_sgd import local_sgd
+from torch_commhook.hooks.local_sgd import local_sgd, precise
 from torch_commhook.memory.bucket_memory import BucketMemory
-from torch_commhook.memory.states import LOCAL_STEPS
+from torch_commhook.memory.states import ANCHOR, LOCAL_STEPS, MEANS, PARAMETERS, load_error
 from torch_commhook.memory.watches import cannot_be_captured
 from torch_commhook.metrics import BucketTraffic, count_bucket
 from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.stages import check_not_in_backward
+from torch_commhook.wording import warn_user
 
 
 class LocalSteps:
@@ -86,7 +82,7 @@ class LocalSteps:
         self._gradient_versions: dict[int, int] = {}  # of sharded ones, after the last backward
         # First: the model's other messages before a forward come after the exchange.
         self._forward_handle = register_first(model, BeforeForward(self))
-        self._end = weakref.finalize(model, self._model_gone)
+        self._end = weakref.finalize(model, self.close, "lost its model")
         self._end.atexit = False
 
     @property
@@ -96,26 +92,28 @@ class LocalSteps:
         assert isinstance(hook, local_sgd)
         return hook
 
-    def close(self) -> None:
-        """Stop counting."""
+    def close(self, what: str = "was removed") -> None:
+        """Stop counting.
+
+        Args:
+            what: as for :meth:`warn_if_apart`.
+        """
         self._end.detach()
         try:
-            self.warn_if_apart("was removed")
+            self.warn_if_apart(what)
         finally:  # the warning may be an error
-            self._stop()
+            self._is_over = True
+            self._forward_handle.remove()
+            stop_watching_optimizers()
+            if self._background is not None:
+                self._background.leave()
 
     def handle_gone(self) -> None:
         """Warn, since only the next exchanges can give the ranks the same parameters now."""
         self.warn_if_apart("lost its handle")
 
-    def _model_gone(self) -> None:
-        try:
-            self.warn_if_apart("lost its model")
-        finally:
-            self._stop()
-
     def warn_if_apart(self, what: str) -> None:
-        """Warn once if the ranks' parameters differ now.
+        """Warn once if the ranks' parameters differ now, and say how to avoid it.
 
         Args:
             what: the event, as a verb after the hook's name.
@@ -123,9 +121,18 @@ class LocalSteps:
         if self._is_over or self._attached.memory.world_size == 1:
             return
         steps = self.done + bool(self._stepped)
-        if steps or any(map(self.hook.is_ahead, self._attached.memory.bucket_memories())):
-            self._is_over = True
-            warn_apart(self._attached.name, what, steps)
+        if steps:
+            when = f"{steps} step{'' if steps == 1 else 's'} after the ranks' last exchange"
+        elif any(map(self.hook.is_ahead, self._attached.memory.bucket_memories())):
+            when = "while ranks had updates that they had not sent"
+        else:
+            return
+        self._is_over = True
+        warn_user(
+            f"torch_commhook: hook '{self._attached.name}' {what} {when}, so the ranks' parameters "
+            "differ. Call HookHandle.synchronize() first, on all ranks",
+            RuntimeWarning,
+        )
 
     def let_go(self) -> None:
         """Release the parameters; :meth:`state_dict` finds them by name."""
@@ -136,20 +143,13 @@ class LocalSteps:
         return self._road().replica
 
     @property
-    def _survivors(self) -> ExchangeSurvivors | None:
+    def _training(self) -> ElasticTraining | None:
         """The ranks, with ``elastic``; else None."""
-        return getattr(self._road(), "elastic", None)
+        return self._road().elastic
 
     def _by_name(self) -> dict[str, Tensor]:
         """The parameters that still exist, as the hook's memory has them."""
         return self._replica.find(self._names)
-
-    def _stop(self) -> None:
-        self._is_over = True
-        self._forward_handle.remove()
-        stop_watching_optimizers()
-        if self._background is not None:
-            self._background.leave()
 
     # ---- counting steps --------------------------------------------------------------------------
 
@@ -201,9 +201,9 @@ class LocalSteps:
 
     def _give_state(self) -> None:
         """Send new ranks their state, before the first step after an exchange."""
-        survivors = self._survivors
-        if survivors is not None:
-            survivors.give_state()
+        training = self._training
+        if training is not None:
+            training.new_ranks.give()
 
     def count_optimizer_step(self, parameters: frozenset[int]) -> None:
         """Note that an optimizer has stepped parameters with these ids."""
@@ -242,9 +242,9 @@ class LocalSteps:
         stats.gradient_bytes += self._gradient_bytes
         if self._background is not None:
             self._background.steps += 1
-        survivors = self._survivors
-        if survivors is not None:
-            survivors.count_local_step()
+        training = self._training
+        if training is not None:
+            training.count_local_step()
         self._is_counted = True
         self.is_open = False
         self._stepped.clear()
@@ -338,7 +338,7 @@ class LocalSteps:
         background = self._background
         if background is not None and background.steps >= self.hook.delay:
             self._end_background(background)
-            if self._survivors is not None:
+            if self._training is not None:
                 return  # new ranks get their state before the next step
         if self._background is not None or not self._round.is_due:
             return
@@ -348,13 +348,14 @@ class LocalSteps:
             self._round.next_turn()
             return
         begun = BackgroundExchange(
+            self._attached,
             self._replica,
             fragment,
             began_at=self._round.steps,
-            keeps_all=self._survivors is not None,
+            keeps_all=self._training is not None,
         )
         self._background = begun
-        begun.begin(self._attached, self._pieces(fragment), self._agree_on_anchors)
+        begun.begin(self._pieces(fragment), self._agree_on_anchors)
         self._round.next_turn()
 
     @torch.inference_mode(False)
@@ -381,9 +382,9 @@ class LocalSteps:
             BaseException: the ranks do not know the outcome; they end the exchange after the next
                 step.
         """
-        survivors = self._survivors
-        if survivors is not None:
-            self._end_among(survivors, background, lets_in=not at_the_end)
+        training = self._training
+        if training is not None:
+            self._end_among(training, background, lets_in=not at_the_end)
             return
         replica = self._replica
         background.settle()
@@ -392,25 +393,29 @@ class LocalSteps:
         if background.failure is not None:
             self._round.repeat(background.fragment, background.began_at + background.steps)
             raise background.failure
-        assert background.means is not None
         replica.drop_copies()
+        self._move_by(background)
+
+    def _move_by(self, background: BackgroundExchange) -> None:
+        """Move the parameters by the means of an exchange that has ended."""
+        assert background.means is not None
         for memory in self._pieces(background.fragment):
             means = [background.means[name] for name in memory.names or ()]
             self.hook.move(memory, means, mix=self.hook.mix)
         self._have_moved(background.traffic)
 
     def _end_among(
-        self, survivors: ExchangeSurvivors, background: BackgroundExchange, *, lets_in: bool
+        self, training: ElasticTraining, background: BackgroundExchange, *, lets_in: bool
     ) -> None:
         """End an exchange among ranks that come and go; as :meth:`_end_background`.
 
         The ranks agree on the outcome. If the exchange has failed on one of them, or a rank is lost
         meanwhile, all exchange the fragment again at once.
         """
-        survivors.stop_clock()
+        training.stop_clock()
         background.settle()
         self._background = None
-        fragment, why = background.fragment, RuntimeError("the exchange failed on another rank")
+        why = RuntimeError("the exchange failed on another rank")
 
         def has_failed() -> bool:
             failed = self._replica.on_any_rank(background.failure is not None)
@@ -419,22 +424,21 @@ class LocalSteps:
                 self._agree_on_anchors()
             return failed
 
-        repeatable = RepeatableExchange(self._attached, survivors, lambda: self._replica.group)
-        exchanged = repeatable.run(
-            lambda: self._pieces(fragment),
+        def move(repeated: ParameterExchange | None) -> None:
+            if repeated is None:
+                self._move_by(background)
+            else:
+                repeated.move(mix=self.hook.mix)
+                self._have_moved(repeated.traffic)
+
+        RepeatableExchange(
+            self._attached,
+            training,
+            lambda: self._pieces(background.fragment),
             has_failed,
-            before_repeat=lambda: background.fail_if(why),
-        )
-        if exchanged is not None:
-            exchanged.move(mix=self.hook.mix)
-            self._have_moved(exchanged.traffic)
-        else:
-            assert background.means is not None
-            for memory in self._pieces(fragment):
-                means = [background.means[name] for name in memory.names or ()]
-                self.hook.move(memory, means, mix=self.hook.mix)
-            self._have_moved(background.traffic)
-        repeatable.end(lets_in=lets_in)
+            move,
+            undone=lambda: background.fail_if(why),
+        ).run(lets_in=lets_in)
 
     def _exchange(self, fragment: int | None = None, *, at_the_end: bool = False) -> None:
         """Average the ranks' distances from the anchor, and move the parameters by the mean.
@@ -456,20 +460,26 @@ class LocalSteps:
             self._agree_on_anchors()
             return not at_the_end or self._replica.on_any_rank(self._is_apart())
 
-        survivors = self._survivors
-        if survivors is None:
-            exchange = ParameterExchange(self._attached, self._replica.group)
-            if exchange.run(self._replica, self._pieces(fragment), is_wanted, unsent=unsent):
+        def move(exchange: ParameterExchange | None) -> None:
+            if exchange is not None:
                 exchange.move(unsent=unsent, mix=0.0 if at_the_end else self.hook.mix)
                 self._have_moved(exchange.traffic, together=at_the_end)
+
+        training = self._training
+        if training is None:
+            exchange = ParameterExchange(self._attached, self._replica.group)
+            if exchange.run(self._replica, self._pieces(fragment), is_wanted, unsent=unsent):
+                move(exchange)
             return
-        repeatable = RepeatableExchange(self._attached, survivors, lambda: self._replica.group)
-        exchanged = repeatable.run(lambda: self._pieces(fragment), is_wanted, unsent=unsent)
-        if exchanged is not None:
-            exchanged.move(unsent=unsent, mix=0.0 if at_the_end else self.hook.mix)
-            self._have_moved(exchanged.traffic, together=at_the_end)
-        # Not in synchronize(): the new rank would call it too, after the others have finished it.
-        repeatable.end(lets_in=not at_the_end)
+        # In synchronize() no rank may join: it would call it too, after the others have finished.
+        RepeatableExchange(
+            self._attached,
+            training,
+            lambda: self._pieces(fragment),
+            is_wanted,
+            move,
+            unsent=unsent,
+        ).run(lets_in=not at_the_end)
 
     def _have_moved(self, traffic: list[BucketTraffic], *, together: bool = False) -> None:
         """Note that an exchange has written the parameters.
@@ -533,10 +543,17 @@ class LocalSteps:
         memory = self._attached.memory
         state = memory.state_dict()
         state[LOCAL_STEPS] = self._position(background)
-        means = (background and background.means) or {}
         # While the parameters are equal too, so that states always have the same parts.
-        own = own_tensors(self._by_name(), means if self.hook.delay else None)
-        state[memory.own_key].update(own)
+        own, parameters = state[memory.own_key], self._by_name()
+        own[PARAMETERS] = {name: each.detach().clone() for name, each in parameters.items()}
+        if self.hook.delay:
+            means = (background and background.means) or {}
+            own[MEANS] = {
+                name: torch.zeros_like(each, dtype=precise(each.dtype), requires_grad=False)
+                for name, each in parameters.items()
+                if name not in means  # they have not arrived
+            }
+            own[MEANS] |= {name: each.detach().clone() for name, each in means.items()}
         return state
 
     def _look(self, background: BackgroundExchange) -> None:
@@ -549,9 +566,14 @@ class LocalSteps:
 
     def _position(self, background: BackgroundExchange | None) -> dict[str, Any]:
         position = {"done": self.done, "is_open": self.is_open}
-        if self.hook.is_streaming:
-            position.update(position_of(self._round, background))
-        return position
+        if not self.hook.is_streaming:
+            return position
+        place, in_flight = self._round, -1
+        if background is not None and background.failure is None:
+            in_flight = background.steps
+        elif background is not None:  # one that has failed counts as not begun
+            place = place.before(background.fragment, background.began_at + background.steps)
+        return {**position, **place.position(in_flight)}
 
     def check_state(self, state: Any) -> CheckedState:
         """Check a :meth:`state_dict` and split it into its parts.
@@ -562,7 +584,10 @@ class LocalSteps:
         memory = self._attached.memory
         checked = taken_apart(state, self._attached.name, memory.own_key, self._by_name())
         rest = memory.check_state(checked.rest)
-        check_anchors(rest, self._names)
+        # Otherwise each rank would use its own parameter as the anchor.
+        missing = sorted(set(self._names) - set(rest["shared"].get(ANCHOR, {})))
+        if missing:
+            raise load_error(f"its '{ANCHOR}' lacks {missing}")
         check_fragment(checked.position, self.hook)
         means = None
         if checked.position.get("steps_in_flight", -1) >= 0:
@@ -591,8 +616,14 @@ class LocalSteps:
             position.get("fragment", 0), position.get("steps_of_round", position["done"])
         )
         if checked.means is not None:
-            self._background = exchange_of_state(
-                self._replica, self._round, position["steps_in_flight"], checked.means
+            steps = position["steps_in_flight"]
+            self._background = BackgroundExchange(
+                self._attached,
+                self._replica,
+                self._round.fragment_before,
+                began_at=self._round.began_at(steps),
+                steps=steps,
+                means=checked.means,
             )
         self._is_counted = False
         self._stepped.clear()

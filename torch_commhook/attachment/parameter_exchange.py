@@ -17,22 +17,21 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_commhook import _C
+from torch_commhook.attachment.elastic import ElasticTraining, RepeatableStep
 from torch_commhook.attachment.road import Replica
 from torch_commhook.buckets.grad_bucket import (
-    GradBucket,
     checked_result,
     hook_on_bucket,
     scaled_result,
 )
 from torch_commhook.collectives.futures import set_error, set_outcome
-from torch_commhook.collectives.issuing import begin_maximum, issue_all_reduce
-from torch_commhook.collectives.plain import broadcast
+from torch_commhook.collectives.issuing import issue_all_reduce
 from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.local_sgd import local_sgd
 from torch_commhook.hooks.mean import allreduce
@@ -55,8 +54,7 @@ class ParameterExchange:
             only the unsent part, with which ranks continue together.
 
     Attributes:
-        means: set by :meth:`receive`: for each bucket the mean distance of each parameter, with
-            the parameter's shape and the anchor's dtype.
+        traffic: the hook's traffic for each bucket; set by :meth:`receive`.
     """
 
     def __init__(self, attached: Attached, group: StepGroup, *, keeps_all: bool = False) -> None:
@@ -70,11 +68,10 @@ class ParameterExchange:
         self._memories: list[BucketMemory] = []
         self._calls: list[HookCall] = []
         self._kept: list[tuple[Tensor, Tensor]] = []
-        self._lock = threading.Lock()
-        self._has_agreed = False
-        self._number = 0  # the exchange's number, the same on all ranks
-        self._is_given_up = False
-        self.means: list[list[Tensor]] = []
+        # For each bucket the mean distance of each parameter, with the parameter's shape and the
+        # anchor's dtype.
+        self._means: list[list[Tensor]] = []
+        self.traffic: list[BucketTraffic] = []
 
     def run(
         self,
@@ -131,7 +128,14 @@ class ParameterExchange:
         count = len(memories)
         for index, memory in enumerate(memories):
             distance = self._hook.distance(memory, unsent=unsent)
-            bucket = _bucket_of(memory, distance, index, count, self._group)
+            bucket = BucketWithMemory(
+                memory.parameters,
+                buffer=distance,
+                index=index,
+                bucket_count=count,
+                process_group=self._group.group_for(memory.device),
+                memory=memory,
+            )
             where = hook_on_bucket(self._attached.name, index, count)
             with self._attached.gathering(bucket.device()):
                 self._calls.append(HookCall.start_average(self._averages, bucket, where))
@@ -144,22 +148,125 @@ class ParameterExchange:
             found += self._copies(part)
         return found
 
-    def set_fragment(self, fragment: int) -> None:
-        """Number the exchange, so that ranks can check that they run the same one.
+    def receive(self) -> None:
+        """Wait for the means.
+
+        Raises:
+            Exception: the exchange failed on this rank.
+        """
+        results = [call.wait(self._group.timeout) for call in self._calls]
+        scale = None
+        if self._averages.scales_steps:
+            scale = self._averages.step_scale(results, self._attached.memory.past)
+        if scale is not None:
+            results = [
+                scaled_result(result, scale, memory.dtype)
+                for memory, result in zip(self._memories, results, strict=True)
+            ]
+        self._means = [
+            self._hook.means(memory, result)
+            for memory, result in zip(self._memories, results, strict=True)
+        ]
+        self.traffic = [call.traffic for call in self._calls]
+
+    def move(self, *, unsent: bool = False, mix: float = 0.0) -> None:
+        """Move the anchors and the parameters by the means; as :meth:`local_sgd.move`."""
+        for memory, means in zip(self._memories, self._means, strict=True):
+            self._hook.move(memory, means, unsent=unsent, mix=mix)
+
+    def drain(self) -> bool:
+        """Wait briefly for collectives that use the buffers. Returns whether all have ended."""
+        deadline = time.monotonic() + DRAIN_SECONDS
+        for call in self._calls:
+            call.drain(deadline)
+        return all(call.future.done() for call in self._calls)
+
+    def undo(self) -> None:
+        """Restore the hook's memory as if it had not sent, so that it sends the distance again."""
+        self.drain()
+        for tensor, before in self._kept:
+            tensor.copy_(before)
+
+
+class BackgroundExchange(ParameterExchange):
+    """A fragment's exchange that runs while ranks take their next steps on their own parameters.
+
+    All ranks begin and end it after the same steps. If one rank fails in between, all ranks raise
+    when they end it.
+
+    Args:
+        attached, keeps_all: as for :class:`ParameterExchange`.
+        replica: the parameters' copy of the model.
+        fragment: the fragment's number.
+        began_at: the number of steps in the round when the exchange began.
+        steps: the number of steps since it began.
+        means: the mean distances by parameter name, for an exchange from a loaded state.
+
+    Attributes:
+        fragment, began_at, steps, means: as given.
+        failure: the error that all ranks raise when they end the exchange.
+        is_shared: whether this process began it. Ranks with other shards may then see another
+            outcome.
+    """
+
+    def __init__(
+        self,
+        attached: Attached,
+        replica: Replica,
+        fragment: int,
+        *,
+        began_at: int,
+        steps: int = 0,
+        means: Mapping[str, Tensor] | None = None,
+        keeps_all: bool = False,
+    ) -> None:
+        super().__init__(attached, replica.group, keeps_all=keeps_all)
+        self.fragment = fragment
+        self.began_at = began_at
+        self.steps = steps
+        self.means = means
+        self.failure: BaseException | None = None
+        self.is_shared = False
+        self._replica = replica
+        self._number = 0  # the exchange's number, the same on all ranks
+        self._agreed: torch.futures.Future[Tensor] | None = None
+        self._lock = threading.Lock()
+        self._has_agreed = False  # whether it has reported success to the other ranks
+        self._is_given_up = False  # whether it must not report that any more
+        self._has_begun = False
+        self._error: BaseException | None = None  # raised at its begin
+
+    def begin(self, memories: Sequence[BucketMemory], agree_on_anchors: Callable[[], None]) -> None:
+        """Send the distances of a fragment's buckets.
+
+        Keeps an exception of the hook until the end, when the other ranks learn of it.
 
         Args:
-            fragment: the number of the fragment.
+            memories: the hook's memory of the buckets.
+            agree_on_anchors: called first, on all ranks.
         """
-        # A rank on which an earlier exchange failed has a smaller count. Sums of squares of 16-bit
-        # numbers are exact in float64.
-        exchanges = self._attached.memory.steps
-        self._number = (exchanges * self._hook.fragments + fragment) % (1 << 16)
+        group, self.is_shared = self._group, True
+        try:
+            group.begin()
+            self._has_begun = group.in_background = True
+            agree_on_anchors()
+            # A rank on which an earlier exchange failed has a smaller count. Sums of squares of
+            # 16-bit numbers are exact in float64.
+            exchanges = self._attached.memory.steps
+            self._number = (exchanges * self._hook.fragments + self.fragment) % (1 << 16)
+            self.send(memories)
+            self._agreed = self._agree_later()
+        except Exception as error:
+            self._error = error
+        except BaseException as error:
+            self._error = _left_by(error)
+            raise
 
-    def agree_later(self) -> torch.futures.Future[Tensor] | None:
+    def _agree_later(self) -> torch.futures.Future[Tensor] | None:
         """Let the ranks agree on success in the background, once each has its means.
 
         Returns:
-            A Future of the sums for :meth:`check_agreed`. None if the ranks do not agree in the
+            A Future of the sums for :meth:`_check_agreed`. None if the ranks do not agree in the
             background, because later work may still fail.
         """
         if not self._group.recovers or self._averages.scales_steps:
@@ -174,7 +281,7 @@ class ParameterExchange:
                 exchange = itself()
                 if exchange is None:
                     raise RuntimeError("the exchange was abandoned")
-                issued = exchange.agree()
+                issued = exchange._agree()
             except BaseException as error:  # no caller would see a callback's error
                 set_error(agreed, error)
                 return
@@ -185,11 +292,11 @@ class ParameterExchange:
         torch.futures.collect_all([call.future for call in self._calls]).add_done_callback(agree)
         return agreed
 
-    def agree(self) -> torch.futures.Future[Tensor]:
+    def _agree(self) -> torch.futures.Future[Tensor]:
         """Tell the other ranks that this rank succeeded. It must have its means.
 
         Returns:
-            A Future of the sums for :meth:`check_agreed`.
+            A Future of the sums for :meth:`_check_agreed`.
 
         Raises:
             RuntimeError: the exchange was given up, or a result does not fit its bucket.
@@ -203,7 +310,7 @@ class ParameterExchange:
             self._has_agreed = True
             return issue_all_reduce(numbers, self._group.group)
 
-    def check_agreed(self, sums: Tensor) -> None:
+    def _check_agreed(self, sums: Tensor) -> None:
         """Check that all ranks run the same exchange. All ranks get the same answer.
 
         Args:
@@ -223,181 +330,55 @@ class ParameterExchange:
                 "model and of handle.state_dict()"
             )
 
-    def give_up(self) -> bool:
-        """Do not report success to the others. False if this rank has reported it already."""
-        with self._lock:
-            self._is_given_up = True
-            return not self._has_agreed
-
-    def receive(self) -> None:
-        """Wait for the means.
-
-        Raises:
-            Exception: the exchange failed on this rank.
-        """
-        results = [call.wait(self._group.timeout) for call in self._calls]
-        scale = None
-        if self._averages.scales_steps:
-            scale = self._averages.step_scale(results, self._attached.memory.past)
-        if scale is not None:
-            results = [
-                scaled_result(result, scale, memory.dtype)
-                for memory, result in zip(self._memories, results, strict=True)
-            ]
-        self.means = [
-            self._hook.means(memory, result)
-            for memory, result in zip(self._memories, results, strict=True)
-        ]
-
-    def means_by_name(self) -> dict[str, Tensor]:
-        """Return :attr:`means` by parameter name. Releases all other memory but the unsent part."""
-        found: dict[str, Tensor] = {}
-        for memory, means in zip(self._memories, self.means, strict=True):
-            names = memory.names
-            assert names is not None
-            found.update(zip(names, means, strict=True))
-        self._calls, self._memories, self.means = [], [], []
-        return found
-
-    def move(self, *, unsent: bool = False, mix: float = 0.0) -> None:
-        """Move the anchors and the parameters by the means; as :meth:`local_sgd.move`."""
-        for memory, means in zip(self._memories, self.means, strict=True):
-            self._hook.move(memory, means, unsent=unsent, mix=mix)
-
-    @property
-    def traffic(self) -> list[BucketTraffic]:
-        """Return the hook's traffic for each bucket."""
-        return [call.traffic for call in self._calls]
-
-    def drain(self) -> bool:
-        """Wait briefly for collectives that use the buffers. Returns whether all have ended."""
-        deadline = time.monotonic() + DRAIN_SECONDS
-        for call in self._calls:
-            call.drain(deadline)
-        return all(call.future.done() for call in self._calls)
-
-    def undo(self) -> None:
-        """Restore the hook's memory as if it had not sent, so that it sends the distance again."""
-        self.drain()
-        for tensor, before in self._kept:
-            tensor.copy_(before)
-
-
-class BackgroundExchange:
-    """A fragment's exchange that runs while ranks take their next steps on their own parameters.
-
-    All ranks begin and end it after the same steps. If one rank fails in between, all ranks raise
-    when they end it.
-
-    Args:
-        replica: the parameters' copy of the model.
-        fragment: the fragment's number.
-        began_at: the number of steps in the round when the exchange began.
-        steps: the number of steps since it began.
-        means: the mean distances by parameter name, for an exchange from a loaded state.
-        keeps_all: as for :class:`ParameterExchange`.
-
-    Attributes:
-        fragment, began_at, steps, means: as given.
-        failure: the error that all ranks raise when they end the exchange.
-        traffic: the traffic of each bucket.
-    """
-
-    def __init__(
-        self,
-        replica: Replica,
-        fragment: int,
-        *,
-        began_at: int,
-        steps: int = 0,
-        means: Mapping[str, Tensor] | None = None,
-        keeps_all: bool = False,
-    ) -> None:
-        self._keeps_all = keeps_all
-        self.fragment = fragment
-        self.began_at = began_at
-        self.steps = steps
-        self.means = means
-        self.failure: BaseException | None = None
-        self.traffic: list[BucketTraffic] = []
-        self._replica = replica
-        self._exchange: ParameterExchange | None = None
-        self._agreed: torch.futures.Future[Tensor] | None = None
-        self._has_begun = False
-        self._error: BaseException | None = None  # raised at its begin
-
-    def begin(
-        self,
-        attached: Attached,
-        memories: Sequence[BucketMemory],
-        agree_on_anchors: Callable[[], None],
-    ) -> None:
-        """Send the distances of a fragment's buckets.
-
-        Keeps an exception of the hook until the end, when the other ranks learn of it.
-
-        Args:
-            attached: the hook, a :class:`local_sgd`.
-            memories: the hook's memory of the buckets.
-            agree_on_anchors: called first, on all ranks.
-        """
-        group = self._replica.group
-        self._exchange = ParameterExchange(attached, group, keeps_all=self._keeps_all)
-        try:
-            group.begin()
-            self._has_begun = group.in_background = True
-            agree_on_anchors()
-            self._exchange.set_fragment(self.fragment)
-            self._exchange.send(memories)
-            self._agreed = self._exchange.agree_later()
-        except Exception as error:
-            self._error = error
-        except BaseException as error:
-            self._error = _left_by(error)
-            raise
-
     def settle(self) -> None:
         """Wait for the outcome, and set :attr:`means` or :attr:`failure`.
 
         Raises:
             KeyboardInterrupt: Ctrl-C, after the other ranks had learnt of this rank's success.
         """
-        exchange = self._exchange
-        if self.means is not None or self.failure is not None or exchange is None:
+        if self.means is not None or self.failure is not None or not self.is_shared:
             return
         try:
             if self._error is not None:
                 raise self._error
-            exchange.receive()
+            self.receive()
             self._end()
         except BaseException as error:
-            if self._goes_on(exchange):
-                self._take(exchange)
+            if self._goes_on():
+                self._take_means()
                 if isinstance(error, Exception):  # the means have arrived nevertheless
                     return
                 raise
-            exchange.undo()
-            group, raised = self._replica.group, error
+            self.undo()
+            raised = error
             if self._has_begun:
-                group.in_background = False
-                raised = group.fail_with(error)
+                self._group.in_background = False
+                raised = self._group.fail_with(error)
             if raised is not error:
                 raised.__cause__ = error
             self.failure = raised
         else:
-            self._take(exchange)
+            self._take_means()
 
-    def _take(self, exchange: ParameterExchange) -> None:
-        self.traffic = exchange.traffic
-        self.means = exchange.means_by_name()
+    def _take_means(self) -> None:
+        """Set :attr:`means`. Releases all other memory but the unsent part."""
+        found: dict[str, Tensor] = {}
+        for memory, means in zip(self._memories, self._means, strict=True):
+            names = memory.names
+            assert names is not None
+            found.update(zip(names, means, strict=True))
+        self.means = found
+        self._calls, self._memories, self._means = [], [], []
 
-    def _goes_on(self, exchange: ParameterExchange) -> bool:
+    def _goes_on(self) -> bool:
         """Whether the other ranks use the means, so that this rank must not fail alone."""
-        agreed = self._agreed
-        if agreed is None or exchange.give_up() or not _C.wait_for(agreed, DRAIN_SECONDS):
+        with self._lock:
+            self._is_given_up = True
+            has_agreed = self._has_agreed
+        if self._agreed is None or not has_agreed or not _C.wait_for(self._agreed, DRAIN_SECONDS):
             return False
         try:
-            exchange.receive()
+            self.receive()
             self._end()
         except Exception:  # it failed on another rank
             return False
@@ -405,20 +386,19 @@ class BackgroundExchange:
 
     def _end(self) -> None:
         """End the step, together with the ranks that take part."""
-        group, exchange = self._replica.group, self._exchange
-        assert exchange is not None
+        group = self._group
         group.in_background = False
         if not group.recovers:
             group.end()
             return
-        agreed = exchange.agree() if self._agreed is None else self._agreed
+        agreed = self._agree() if self._agreed is None else self._agreed
 
         def wait() -> None:
             _C.wait_for_result(agreed, "the end of an exchange", group.timeout.total_seconds())
             agreed.wait()
 
         group.end_agreed(wait)
-        exchange.check_agreed(agreed.value())
+        self._check_agreed(agreed.value())
 
     def look(self) -> None:
         """Wait for the outcome early; as :meth:`settle`, but raises a Ctrl-C at once.
@@ -432,11 +412,6 @@ class BackgroundExchange:
             self.failure = _left_by(failure)
             raise failure
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether this process began it. Ranks with other shards may then see another outcome."""
-        return self._exchange is not None
-
     def fail_if(self, failure: BaseException | None) -> None:
         """Fail because another shard's exchange has failed. Does nothing if it has failed already.
 
@@ -447,11 +422,6 @@ class BackgroundExchange:
             self.undo()
             self.failure, self.means = failure, None
 
-    def undo(self) -> None:
-        """Restore the hook's memory as if it had not sent, if the means must not be used."""
-        if self._exchange is not None:
-            self._exchange.undo()
-
     def leave(self) -> None:
         """End all communication, on all ranks. Means that have arrived are kept.
 
@@ -460,19 +430,19 @@ class BackgroundExchange:
         Raises:
             KeyboardInterrupt: Ctrl-C.
         """
-        exchange, agreed = self._exchange, self._agreed
-        if exchange is None:
+        if not self.is_shared:
             return
         try:
             if self.means is None and self.failure is None:
-                is_done = exchange.drain()
-                if is_done and agreed is not None:
-                    is_done = _C.wait_for(agreed, DRAIN_SECONDS)
+                is_done = self.drain()
+                if is_done and self._agreed is not None:
+                    is_done = _C.wait_for(self._agreed, DRAIN_SECONDS)
                 if not is_done and self._error is None:
                     self._error = RuntimeError("an exchange was running when its hook was removed")
             self.look()
         finally:
-            self._exchange = None
+            self.is_shared = False
+            self._calls, self._memories, self._kept = [], [], []
 
 
 def _left_by(error: BaseException) -> RuntimeError:
@@ -480,177 +450,85 @@ def _left_by(error: BaseException) -> RuntimeError:
     return RuntimeError(f"an exchange was interrupted by {type(error).__name__}")
 
 
-def _bucket_of(
-    memory: BucketMemory, distance: Tensor, index: int, count: int, group: StepGroup
-) -> GradBucket:
-    return BucketWithMemory(
-        memory.parameters,
-        buffer=distance,
-        index=index,
-        bucket_count=count,
-        process_group=group.group_for(memory.device),
-        memory=memory,
-    )
-
-
 # ---- an exchange of local steps that the remaining ranks repeat when a rank is lost --------------
 
 
-class ExchangeSurvivors(Protocol):
-    """The ranks of a training. They may change between exchanges."""
-
-    def give_state(self) -> None:
-        """Send new ranks their state, if this rank is the sender."""
-
-    def count_local_step(self) -> None:
-        """Count a step that this rank has taken on its own."""
-
-    def stop_clock(self) -> None:
-        """Stop measuring this rank's time: it waits for others from now on."""
-
-    def note(self) -> Tensor:
-        """This rank's message to the others: uint8, flat. All ranks get the elementwise maximum."""
-
-    def packed_buffers(self) -> Tensor | None:
-        """The bytes of the model's buffers, or None. All ranks take the first rank's."""
-
-    def unpack_buffers(self, sent: Tensor) -> None:
-        """Write the buffers of the first rank."""
-
-    def go_on(self, error: BaseException, *, has_results: bool) -> bool:
-        """Agree with the other ranks on who continues; as :meth:`Survivors.go_on`."""
-
-    def exchange_ended(self, note: Tensor | None, *, lets_in: bool) -> bool:
-        """Count an exchange; as :meth:`Survivors.step_ended`.
-
-        Args:
-            note: as there.
-            lets_in: whether new ranks may join now.
-        """
-
-    def use_group(self) -> None:
-        """Communicate among the remaining ranks."""
-
-
-class RepeatableExchange:
+class RepeatableExchange(RepeatableStep):
     """An exchange that moves no parameter until all ranks have all means.
 
     Args:
         attached: the hook, a :class:`local_sgd`.
-        survivors: the ranks.
-        group: returns the present group of the ranks.
+        training: the ranks.
+        memories: returns the hook's memory of the buckets, which depends on the ranks.
+        is_wanted: returns whether there are distances to average. Called on all ranks.
+        move: moves the parameters, once all ranks have the means; gets the exchange with its means,
+            or None if there was nothing to average.
+        unsent: as for :meth:`ParameterExchange.send`.
+        undone: called when the exchange has failed, before the ranks change and repeat it.
     """
 
     def __init__(
         self,
         attached: Attached,
-        survivors: ExchangeSurvivors,
-        group: Callable[[], StepGroup],
-    ) -> None:
-        self._attached = attached
-        self._survivors = survivors
-        self._group = group
-        self._has_results = False
-        self._wanted = False
-        self._has_changed = False  # whether the ranks have changed since the means arrived
-        self._note: Tensor | None = None
-        self._buffers: Tensor | None = None
-
-    def run(
-        self,
+        training: ElasticTraining,
         memories: Callable[[], Sequence[BucketMemory]],
         is_wanted: Callable[[], bool],
+        move: Callable[[ParameterExchange | None], None],
         *,
         unsent: bool = False,
-        before_repeat: Callable[[], None] = lambda: None,
-    ) -> ParameterExchange | None:
-        """Average the distances among the remaining ranks.
-
-        Args:
-            memories: returns the hook's memory of the buckets, which depends on the ranks.
-            is_wanted: returns whether there are distances to average. Called on all ranks.
-            unsent: as for :meth:`ParameterExchange.send`.
-            before_repeat: called before the ranks change and repeat the exchange.
-
-        Returns:
-            The exchange with its means; None if there was nothing to average.
-
-        Raises:
-            BaseException: this rank does not continue. Its parameters are unchanged.
-        """
-        self._survivors.give_state()
-        while True:
-            exchange = ParameterExchange(self._attached, self._group(), keeps_all=True)
-            try:
-                self._average(exchange, memories(), is_wanted, unsent=unsent)
-                break
-            except BaseException as error:
-                # First: otherwise the ranks would wait for each other.
-                raised = self._group().fail_with(error)
-                if self._goes_on(exchange, raised, before_repeat):
-                    self._note, self._has_changed = None, True
-                    break
-        return exchange if self._wanted else None
-
-    def _average(
-        self,
-        exchange: ParameterExchange,
-        memories: Sequence[BucketMemory],
-        is_wanted: Callable[[], bool],
-        *,
-        unsent: bool,
+        undone: Callable[[], None] = lambda: None,
     ) -> None:
-        self._has_results = False
-        note, group = self._survivors.note(), self._group()
-        group.begin()
-        self._wanted = is_wanted()
-        if self._wanted:
-            exchange.send(memories, unsent=unsent)
-        # Before this rank reports that it has all means: others may need the rest.
-        maximum = begin_maximum(group.group, note)
-        buffers = self._survivors.packed_buffers()
-        sent = None if buffers is None else broadcast(buffers, src=0, group=group.group)
-        if self._wanted:
-            exchange.receive()
-        self._note = maximum()
-        self._buffers = None if sent is None else sent.wait()
-        self._has_results = True
-        group.end()
+        self.training = training
+        self._group = training.group
+        self._attached = attached
+        self._memories = memories
+        self._is_wanted = is_wanted
+        self._move = move
+        self._unsent = unsent
+        self._undone = undone
+        self._wanted = False
+        self._exchange = ParameterExchange(attached, training.group, keeps_all=True)
 
-    def _goes_on(
-        self,
-        exchange: ParameterExchange,
-        error: BaseException,
-        before_repeat: Callable[[], None],
-    ) -> bool:
-        """Agree on the remaining ranks. Returns whether the exchange counts.
-
-        Raises:
-            BaseException: this rank does not continue.
-        """
-        exchange.drain()
-        try:
-            counts = self._survivors.go_on(error, has_results=self._has_results)
-        except BaseException:
-            exchange.undo()
-            raise
-        if not counts:
-            exchange.undo()
-            before_repeat()
-            self._survivors.use_group()
-        return counts
-
-    def end(self, *, lets_in: bool) -> None:
-        """Count the exchange, once the parameters have moved.
+    def run(self, *, lets_in: bool) -> None:
+        """Average the distances among the remaining ranks, move the parameters, and count it.
 
         Args:
             lets_in: whether new ranks may join now.
 
         Raises:
-            BaseException: this rank does not continue.
+            BaseException: this rank does not continue. Before the move its parameters are
+                unchanged.
         """
-        if self._buffers is not None:
-            self._survivors.unpack_buffers(self._buffers)
-        has_changed = self._survivors.exchange_ended(self._note, lets_in=lets_in)
-        if has_changed or self._has_changed:
-            self._survivors.use_group()
+        self.training.new_ranks.give()
+        try:
+            self.take()
+        except BaseException as error:
+            self.go_on(error)
+        self.apply()
+        self.count(lets_in=lets_in)
+
+    def _send(self) -> Tensor:
+        self._group.begin()
+        self._wanted = self._is_wanted()
+        if self._wanted:
+            self._exchange.send(self._memories(), unsent=self._unsent)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def _receive(self) -> None:
+        if self._wanted:
+            self._exchange.receive()
+
+    def _write_results(self) -> None:
+        self._move(self._exchange if self._wanted else None)
+
+    def drain(self, error: BaseException) -> None:
+        self._exchange.drain()
+
+    def undo(self) -> None:
+        self._exchange.undo()
+        self._undone()
+
+    def repeat(self, group: StepGroup) -> None:
+        self._group = group
+        self._exchange = ParameterExchange(self._attached, group, keeps_all=True)
+        self.take()

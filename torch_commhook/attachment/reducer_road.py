@@ -5,17 +5,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 import torch._inductor.config
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_commhook import collectives
-from torch_commhook.attachment.ddp_results import ReducerJoinable
-from torch_commhook.attachment.elastic import ElasticTraining, check_elastic_hook
+from torch_commhook.attachment.elastic import ElasticReducer, ElasticTraining, check_elastic_hook
 from torch_commhook.attachment.parameters import (
     WatchedParameters,
     buffers_of,
@@ -24,12 +25,11 @@ from torch_commhook.attachment.parameters import (
     joined_bytes,
     unpack,
 )
-from torch_commhook.attachment.road import WholeReplica
+from torch_commhook.attachment.road import Road
 from torch_commhook.attachment.training_state import BeforeForward
-from torch_commhook.collectives.agreement import agree
 from torch_commhook.native.runtime import left_to_python
 from torch_commhook.process_group.wrapper import seen_by_cpp
-from torch_commhook.reducer.compiled_step import parameters_changed
+from torch_commhook.reducer.compiled_step import TracedState, parameters_changed
 from torch_commhook.reducer.reducer import Reducer
 from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.step_group import StepGroup, by_name, check_is_free
@@ -39,7 +39,7 @@ _BROADCAST_BYTES = 250 << 20  # in flight, as in DDP
 _MOST_COPIED_BYTES = 64 << 20
 
 
-class ReducerRoad:
+class ReducerRoad(Road, Joinable):
     """Averages a model's gradients with our own reducer, while a hook is attached.
 
     Args:
@@ -51,13 +51,7 @@ class ReducerRoad:
         broadcast_buffers: whether rank 0 sends its buffers to all ranks before each training step.
         init_sync: whether rank 0 sends its parameters and buffers to all ranks now.
         elastic: the ranks, if they come and go.
-
-    Attributes:
-        elastic: as given.
     """
-
-    #: No other road replaces this one.
-    successor = None
 
     def __init__(
         self,
@@ -71,7 +65,8 @@ class ReducerRoad:
         init_sync: bool,
         elastic: ElasticTraining | None = None,
     ) -> None:
-        self.model = weakref.ref(model)
+        super().__init__(model)
+        Joinable.__init__(self)
         self._group = group
         self.elastic = elastic
         init_sync = init_sync and elastic is None  # new ranks get more than parameters
@@ -84,13 +79,15 @@ class ReducerRoad:
         self._sync = True
         self._sync_of_forward: bool | None = None
         self._to_check = parameters  # whether a DDP has them; only the first one after a step
-        self._then: list[Callable[[], None]] = []
         self._buffers_changed = True
         # With elastic, rank 0's buffers are sent at the end of a step, which is repeated as a
         # whole.
         self._broadcast_buffers = broadcast_buffers and self._group.size > 1 and elastic is None
-        self._joinable = ReducerJoinable(self)
-        self.reducer = Reducer(
+        self._is_notified = False  # whether ranks that have joined know about the current step
+        make: Callable[..., Reducer] = Reducer
+        if elastic is not None:
+            make = partial(ElasticReducer, elastic)
+        self.reducer = make(
             parameters,
             self._group,
             capacity_bytes=int(bucket_cap_mb * (1 << 20)),
@@ -103,16 +100,12 @@ class ReducerRoad:
             on_captured=self._on_captured,
             on_closed=self._reducer_closed,
         )
-        if elastic is not None:
-            elastic.use(self.reducer)
-            self.reducer.keep_buckets()  # new ranks do not know the order of others' gradients
         self._forward_handle = model.register_forward_pre_hook(BeforeForward(self))
         if isinstance(model, DistributedDataParallel):
             for handle in model._accum_grad_hooks:  # DDP's own, which would average again
                 handle.remove()
             model._accum_grad_hooks.clear()
         _dont_fuse()
-        self._closed = False
         # A parameter, its hook in C++, and that hook's reference to the parameter form a cycle that
         # Python's collector does not see.
         self._end = weakref.finalize(model, self._close)
@@ -152,19 +145,6 @@ class ReducerRoad:
         """Use the buckets of a memory that was loaded."""
         self.reducer.memory_loaded(buckets)
 
-    def keep_buckets(self) -> None:
-        """Do not rebuild the buckets any more."""
-        self.reducer.keep_buckets()
-
-    def bucket_names(self) -> list[list[str]]:
-        """The names of each bucket's parameters."""
-        return self.reducer.buckets()
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the model still exists, and :meth:`close` has removed nothing from it."""
-        return not self._closed and self.model() is not None
-
     @property
     def _ddp(self) -> DistributedDataParallel | None:
         model = self.model()
@@ -189,11 +169,10 @@ class ReducerRoad:
                 "HookHandle.join: the hook was attached with elastic; a rank without more inputs "
                 "leaves by remove()"
             )
-        return Join([self._joinable])
+        return Join([self])
 
     @property
     def group(self) -> StepGroup:
-        """The group through which the hook communicates."""
         return self._group if self.elastic is None else self.elastic.group
 
     def check_fits(self, attached: Attached) -> None:
@@ -201,45 +180,18 @@ class ReducerRoad:
         if self.elastic is not None:
             check_elastic_hook(attached)
 
-    @property
-    def parents(self) -> list[dist.ProcessGroup]:
-        """The user's process group."""
-        return [self.group.parent]
-
     def agree(self, what: str, error: Exception | None, settings: dict[str, object]) -> None:
-        """Raise on all ranks if one fails or settings differ; see :func:`agree`."""
         if self.elastic is not None:  # the others are in their steps
             if error is not None:
                 raise error
             return
         try:
-            agree(self.group.parent, what, error, settings, self.group.all_alike)
+            super().agree(what, error, settings)
         finally:
             self._end_first_broadcast()
 
     def parameter_buckets(self) -> list[list[Tensor]]:
-        """The parameters of each bucket, in order."""
         return self.reducer.parameter_buckets()
-
-    @property
-    def replica(self) -> WholeReplica:
-        """This rank's copy of the model."""
-        return WholeReplica(self.model, self.parameter_buckets, self.group)
-
-    @property
-    def parent_group(self) -> dist.ProcessGroup:
-        """The process group that the user gave."""
-        return self._group.parent
-
-    @property
-    def rank(self) -> int:
-        """This process's rank in the process group."""
-        return self._group.rank
-
-    @property
-    def device(self) -> torch.device:
-        """The first parameter's device."""
-        return self.reducer.device
 
     def broadcast_from(self, rank: int) -> None:
         """Broadcast one rank's parameters and buffers to all ranks."""
@@ -280,12 +232,36 @@ class ReducerRoad:
 
     def shadow_step(self) -> None:
         """Take part in the others' step, with gradients of zero."""
-        self._joinable.take_part()
+        self._is_notified = True  # by another rank
         model = self.model()
         assert model is not None
         if model.training and self._broadcast_buffers:
             self._send_buffers(model, joined=True)
         self.reducer.shadow_step()
+
+    def end_join(self, is_last_joiner: bool) -> None:
+        """Take the parameters of a rank that left a join context last."""
+        self._join_config = type(self._join_config).construct_disabled_join_config()
+        self._is_notified = False
+        self.broadcast_from(self._common_rank(is_last_joiner))
+
+    def _common_rank(self, candidate: bool) -> int:
+        """The highest rank among the candidates."""
+        own = self._group.rank if candidate else -1
+        rank = torch.tensor([own], dtype=torch.int64, device=self.join_device)
+        dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=self.join_process_group)
+        return int(rank.item())
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return _Shadow(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        return self.reducer.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        return self._group.parent
 
     @left_to_python
     def _close(self) -> None:
@@ -299,20 +275,11 @@ class ReducerRoad:
 
     @property
     def is_closing(self) -> bool:
-        """Whether the last backward is still running."""
         return self._closed and not self.reducer.is_closed
-
-    def after_backward(self, then: Callable[[], None]) -> None:
-        """Call ``then`` once no backward of the last hook is running."""
-        if self.is_closing:
-            self._then.append(then)
-        else:
-            then()
 
     def _reducer_closed(self) -> None:
         self._end.detach()
-        while self._then:
-            self._then.pop()()
+        self._do_then()
         self._to_check = []
         self._watched.clear()
         self._group.close()
@@ -337,9 +304,21 @@ class ReducerRoad:
         # None if the model's own forward was not called.
         return self._wants_sync() if decided is None else decided
 
+    @property
+    def _joins(self) -> bool:
+        """Whether a join context is active."""
+        enable: bool = self._join_config.enable
+        return enable
+
     def _in_join(self) -> bool:
         """Whether ranks that have joined know about the current step."""
-        return self._joinable.is_notified
+        return self._joins and self._is_notified
+
+    def _notify(self) -> None:
+        """Notify the ranks that have joined of a step, once."""
+        if self._joins and not self._is_notified:
+            self._is_notified = True
+            Join.notify_join_context(self)
 
     def before_forward(self, module: nn.Module) -> None:
         """Check the parameters and send buffers. The model calls this before its own forward."""
@@ -355,10 +334,10 @@ class ReducerRoad:
         # The first forward after a backward that synchronises, whether or not it does so itself. A
         # second forward before the backward must not write buffers that autograd has saved.
         send = self._buffers_changed
-        if self._joinable.enabled:
+        if self._joins:
             if not sync:
                 return
-            _notify(self._joinable)
+            _notify(self)
             send = True
         if self.elastic is not None:
             self.elastic.before_forward()
@@ -375,16 +354,14 @@ class ReducerRoad:
                 self._to_check = self._to_check[:1]
             if not self._seen_in_forward:
                 self._check_parameters()
-            self._joinable.notify()  # if the model's own forward was not called
+            self._notify()  # if the model's own forward was not called
         else:
-            self._seen_in_forward = False
-            self._joinable.step_ended()
+            self._seen_in_forward = self._is_notified = False
 
     def _on_captured(self) -> None:
         """Note that compiled autograd captures a backward; it reports no end."""
         self._buffers_changed = self._buffers_changed or self._next_syncs()
-        self._seen_in_forward = False
-        self._joinable.step_ended()
+        self._seen_in_forward = self._is_notified = False
 
     def _check_parameters(self) -> None:
         change = self._watched.change()
@@ -398,8 +375,8 @@ class ReducerRoad:
 
     def _send_buffers(self, module: nn.Module, joined: bool = False) -> None:
         source = 0
-        if self._joinable.enabled:  # rank 0 may have no more steps of its own
-            source = self._joinable.common_rank(not joined)
+        if self._joins:  # rank 0 may have no more steps of its own
+            source = self._common_rank(not joined)
         by_device: dict[torch.device, list[Tensor]] = {}
         for buffer in buffers_of(module).values():
             by_device.setdefault(buffer.device, []).append(buffer)
@@ -429,13 +406,27 @@ def _fuse_again() -> None:
 
 
 def _count_reducers() -> int:
+    """The number of reducers that have hooks on parameters."""
     found = [reference() for reference in by_name.valuerefs()]
-    return sum(isinstance(each, Reducer) and not each.is_closed for each in found)
+    return sum(isinstance(each, TracedState) and bool(each.hooks) for each in found)
+
+
+class _Shadow(JoinHook):
+    """A rank without more inputs: it takes part in the others' steps with zeros."""
+
+    def __init__(self, road: ReducerRoad) -> None:
+        self._road = road
+
+    def main_hook(self) -> None:
+        self._road.shadow_step()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self._road.end_join(is_last_joiner)
 
 
 @torch.compiler.disable
-def _notify(joinable: ReducerJoinable) -> None:
-    joinable.notify()
+def _notify(road: ReducerRoad) -> None:
+    road._notify()
 
 
 def _sparse_names(model: nn.Module) -> frozenset[str]:

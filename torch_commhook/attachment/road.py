@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import re
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import CodeType, FunctionType, MethodType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,34 +19,58 @@ from torch.utils.weak import TensorWeakRef
 
 from torch_commhook import __version__, collectives
 from torch_commhook.codecs.base import Codec
+from torch_commhook.collectives.agreement import agree
 from torch_commhook.hooks import __name__ as hooks_module
 from torch_commhook.hooks.base import Hook
 from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.step_group import StepGroup
 
+if TYPE_CHECKING:  # it imports the compiler
+    from torch_commhook.attachment.elastic import ElasticTraining
+
 # ---- copies of a model that a hook keeps apart ---------------------------------------------------
 
 
-class Replica(Protocol):
-    """This rank's copy of a model, or its part of a copy.
+class Replica:
+    """This rank's copy of a model, with whole parameters.
 
     All ranks of an exchange must begin and end it at the same point.
 
+    Args:
+        model: returns the model, or None once it is freed.
+        buckets: returns the parameters of each bucket.
+        group: the ranks that have other copies of the same part.
+
     Attributes:
+        group: as given.
         is_sharded: whether the copy is divided among ranks.
     """
 
-    is_sharded: bool
+    is_sharded = False
 
-    @property
-    def group(self) -> StepGroup:
-        """The ranks that have other copies of the same part."""
+    def __init__(
+        self,
+        model: Callable[[], nn.Module | None],
+        buckets: Callable[[], list[list[Tensor]]],
+        group: StepGroup,
+    ) -> None:
+        self._model = model
+        self._buckets = buckets
+        self.group = group
 
     def references(self) -> list[Callable[[], Tensor | None]]:
         """Functions that return each parameter as optimizers have it, or None once it is freed."""
+        return [TensorWeakRef(parameter) for bucket in self._buckets() for parameter in bucket]
 
     def find(self, names: Sequence[str]) -> dict[str, Tensor]:
         """The existing parameters with these names, as the hook's memory has them."""
+        every = self._named()
+        return {name: every[name] for name in names if name in every}
+
+    def _named(self) -> dict[str, Tensor]:
+        model = self._model()
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        return {} if inner is None else dict(inner.named_parameters())
 
     def drop_copies(self) -> None:
         """Drop copies that were made of the parameters, which are about to be written."""
@@ -56,6 +81,7 @@ class Replica(Protocol):
         Raises:
             RuntimeError, PeerError: as :meth:`StepGroup.begin`.
         """
+        self.group.begin()
 
     def end(self) -> None:
         """End an exchange that succeeded on this rank, together with all ranks.
@@ -63,12 +89,15 @@ class Replica(Protocol):
         Raises:
             PeerError: it failed on another rank.
         """
+        self.group.end()
 
     def fail_with(self, error: BaseException) -> BaseException:
         """Fail an exchange on all ranks; returns an error as :meth:`StepGroup.fail_with`."""
+        return self.group.fail_with(error)
 
     def on_any_rank(self, value: bool) -> bool:
         """Whether ``value`` is True on any rank. All ranks must call this at the same point."""
+        return is_on_any_rank(value, [self.group], self._buckets()[0][0].device)
 
     def share_failure(self, failure: BaseException | None) -> BaseException | None:
         """Share the outcome of a background exchange with the ranks of the same copy.
@@ -82,62 +111,7 @@ class Replica(Protocol):
         Raises:
             BaseException: a rank left before all ranks knew the outcome. Call this again.
         """
-
-
-class WholeReplica:
-    """A copy with whole parameters.
-
-    Args:
-        model: returns the model, or None once it is freed.
-        buckets: returns the parameters of each bucket.
-        group: the group of the ranks.
-    """
-
-    is_sharded = False
-
-    def __init__(
-        self,
-        model: Callable[[], nn.Module | None],
-        buckets: Callable[[], list[list[Tensor]]],
-        group: StepGroup,
-    ) -> None:
-        self._model = model
-        self._buckets = buckets
-        self._group = group
-
-    @property
-    def group(self) -> StepGroup:
-        return self._group
-
-    def references(self) -> list[Callable[[], Tensor | None]]:
-        return [TensorWeakRef(parameter) for bucket in self._buckets() for parameter in bucket]
-
-    def find(self, names: Sequence[str]) -> dict[str, Tensor]:
-        model = self._model()
-        if model is None:
-            return {}
-        inner = model.module if isinstance(model, DistributedDataParallel) else model
-        every = dict(inner.named_parameters())
-        return {name: every[name] for name in names if name in every}
-
-    def drop_copies(self) -> None:
-        """Do nothing: there are no copies."""
-
-    def begin(self) -> None:
-        self._group.begin()
-
-    def end(self) -> None:
-        self._group.end()
-
-    def fail_with(self, error: BaseException) -> BaseException:
-        return self._group.fail_with(error)
-
-    def on_any_rank(self, value: bool) -> bool:
-        return is_on_any_rank(value, [self._group], self._buckets()[0][0].device)
-
-    def share_failure(self, failure: BaseException | None) -> BaseException | None:
-        """Return ``failure``: this rank has the whole copy."""
-        return failure
+        return failure  # this rank has the whole copy
 
 
 def is_on_any_rank(value: bool, groups: Sequence[StepGroup], device: torch.device) -> bool:
@@ -158,63 +132,91 @@ def is_on_any_rank(value: bool, groups: Sequence[StepGroup], device: torch.devic
 # ---- the interface between an attached hook and the reducer that runs it -------------------------
 
 
-class Road(Protocol):
+class Road(ABC):
     """Runs the attached hook on a model's gradients.
 
     Each kind of reducer has a road: DDP's, our own, and ``fully_shard``'s.
 
+    Args:
+        model: the model. The road keeps a weak reference.
+
     Attributes:
+        model: returns the model, or None once it is freed.
         attached: the hook, or None.
+        successor: the road that has replaced this one, or None.
+        elastic: the ranks, if they come and go.
     """
 
     attached: Attached | None
+    successor: Road | None = None
+    elastic: ElasticTraining | None = None
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model: Callable[[], nn.Module | None] = weakref.ref(model)
+        self._closed = False
+        self._then: list[Callable[[], None]] = []
 
     @property
-    def model(self) -> Callable[[], nn.Module | None]:
-        """Returns the model, or None once it is freed."""
-
-    @property
-    def successor(self) -> Road | None:
-        """The road that has replaced this one, or None."""
-
-    @property
+    @abstractmethod
     def group(self) -> StepGroup:
         """The group through which the hook communicates."""
 
     @property
     def parents(self) -> Sequence[dist.ProcessGroup]:
         """The user's process groups that together reach all ranks of the model."""
+        return [self.group.parent]
 
     @property
     def is_alive(self) -> bool:
         """Whether the model still exists and this road can run a hook."""
+        return not self._closed and self.model() is not None
 
     @property
     def is_closing(self) -> bool:
         """Whether the hook was removed during a backward that is still running."""
+        return False
 
+    @abstractmethod
     def check_fits(self, attached: Attached) -> None:
-        """Raise a TypeError if this road cannot run the hook."""
+        """Raise a TypeError or ValueError if this road cannot run the hook."""
 
     def agree(self, what: str, error: Exception | None, settings: dict[str, object]) -> None:
         """Raise on all ranks if one fails or settings differ; see :func:`agree`."""
+        agree(self.group.parent, what, error, settings, self.group.all_alike)
 
+    @abstractmethod
     def parameter_buckets(self) -> list[list[Tensor]]:
         """The parameters of each bucket, in order, as the hook's memory has them."""
 
     @property
     def replica(self) -> Replica:
         """This rank's copy of the model, for a hook that keeps ranks apart."""
+        return Replica(self.model, self.parameter_buckets, self.group)
 
+    @abstractmethod
     def memory_loaded(self, buckets: list[list[str]]) -> None:
         """Note that the hook's memory was loaded, with these names of parameters by bucket."""
 
     def after_backward(self, then: Callable[[], None]) -> None:
         """Call ``then`` once no backward of the last hook is running."""
+        self._then.append(then)
+        if not self._is_running:
+            self._do_then()
 
+    @property
+    def _is_running(self) -> bool:
+        """Whether a backward of the last hook is running."""
+        return self.is_closing
+
+    def _do_then(self) -> None:
+        while self._then:
+            self._then.pop()()
+
+    @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context manager: gradients accumulate on each rank, without communication."""
 
+    @abstractmethod
     def join(self) -> AbstractContextManager[Any]:
         """Return a context manager in which ranks may have different numbers of inputs."""
 

@@ -148,7 +148,7 @@ class _Quorum:
         road = handle._road
         assert isinstance(road, ReducerRoad)
         # Replicas that join would form other buckets than those that have trained.
-        road.keep_buckets()
+        road.reducer.keep_buckets()
         self._road = road
         model.register_forward_pre_hook(BeforeForward(self), prepend=True)
 
@@ -218,7 +218,7 @@ class _Quorum:
 
     def _settings(self) -> dict[str, Any]:
         """The settings that must be the same on all replicas."""
-        buckets = [list(names) for names in self._road.bucket_names()]
+        buckets = [list(names) for names in self._road.reducer.buckets()]
         return {"hook": printed_hook(self._handle.hook), "buckets": buckets}
 
     def state_dict(self) -> dict[str, Any]:

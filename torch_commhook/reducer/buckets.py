@@ -1,4 +1,4 @@
-"""The reducer's buckets: their order, their parameters, and the gradients that hooks get."""
+"""The reducer's buckets: their parameters, and the gradients that hooks get."""
 
 from __future__ import annotations
 
@@ -10,62 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_commhook import _C, collectives
+from torch_commhook import _C
 from torch_commhook.buckets.grad_bucket import evenly_spaced
 from torch_commhook.buckets.layout import BucketLayout, gradient_dtype
 from torch_commhook.memory.bucket_memory import BucketMemory, BucketWithMemory
 from torch_commhook.native import bucket_ops
-from torch_commhook.step.step_group import StepGroup
-
-# ---- the order in which gradients arrive, in which buckets are formed anew -----------------------
-
-
-class BucketOrder:
-    """The order of parameters for the next buckets, once it is known.
-
-    Args:
-        arrivals: records the order in which gradients arrive.
-        parameter_count: the number of the reducer's parameters.
-
-    Attributes:
-        is_final: whether the buckets will not be rebuilt any more.
-    """
-
-    def __init__(self, arrivals: _C.Arrivals, parameter_count: int) -> None:
-        self._arrivals = arrivals
-        # The last parameters have the first gradients.
-        self.expected: Sequence[int] = range(parameter_count - 1, -1, -1)
-        self.is_final = False
-        self._agreed: list[int] | None = None
-
-    def agree(self, group: StepGroup, device: torch.device) -> None:
-        """Use the order in which rank 0's gradients have arrived, on all ranks.
-
-        Args:
-            group: the group of the ranks.
-            device: the gradients' device.
-        """
-        # Each parameter once; those without a gradient are last.
-        order = list(dict.fromkeys([*self._arrivals.take_order(), *self.expected]))
-        if group.size > 1:
-            at = "cpu" if group.recovers else device
-            agreed = torch.tensor(order, dtype=torch.int64, device=at)
-            collectives.broadcast(agreed, group=group.group).wait()
-            order = agreed.tolist()
-        self._agreed = order
-
-    def take(self) -> list[int] | None:
-        """Return the order that was agreed on since the last call, or None."""
-        order, self._agreed = self._agreed, None
-        return order
-
-    def settle(self) -> None:
-        """Note that the buckets have their final form."""
-        self.is_final = True
-        self._arrivals.stop_noting_order()
-
-
-# ---- the reducer's buckets: their parameters, and the gradients that hooks get -------------------
 
 
 class BucketState:
@@ -85,26 +34,6 @@ class BucketState:
         native: in eager code, the gradients on their way to a hook and back.
         memory: the hook's memory of the bucket, for a hook of the library.
     """
-
-    __slots__ = (
-        "_lazy",
-        "arrived",
-        "as_views",
-        "device",
-        "dtype",
-        "in_own_dtype",
-        "index",
-        "is_apart",
-        "largest",
-        "layout",
-        "members",
-        "memory",
-        "native",
-        "numel",
-        "parameters",
-        "pending",
-        "sparse",
-    )
 
     def __init__(
         self,
@@ -139,6 +68,15 @@ class BucketState:
         self.is_apart = False
         if not torch.compiler.is_dynamo_compiling():
             self.native.drop_gradients()
+
+    def set_arrived(self, missing: set[int]) -> None:
+        """Note which parameters' gradients are missing at the end of an eager backward."""
+        self.pending = sum(number in missing for number in self.members) if missing else 0
+        if missing:
+            self.arrived = [
+                None if number in missing else parameter
+                for number, parameter in zip(self.members, self.parameters, strict=True)
+            ]
 
     def gradients(self) -> list[Tensor]:
         """The gradients, for a traced hook; zeros for missing ones."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 import torch._logging
@@ -25,7 +25,7 @@ from torch_commhook.metrics import TRACED_METER, as_text, from_text
 from torch_commhook.native.bucket_ops import check_flat, check_used
 from torch_commhook.native.runtime import left_to_python
 from torch_commhook.reducer.buckets import BucketState, TracedBucket, destinations
-from torch_commhook.reducer.eager_step import EagerStep, StartedBucket
+from torch_commhook.reducer.eager_step import EagerStep
 from torch_commhook.reducer.parameters import ParameterUse, ReducerParameters, missing_in, needs_all
 from torch_commhook.step.attached_hook import Attached, HookCall
 from torch_commhook.step.step_group import StepGroup, by_name
@@ -33,26 +33,41 @@ from torch_commhook.step.step_group import StepGroup, by_name
 # ---- the reducer's interface to compiled autograd ------------------------------------------------
 
 
-class TraceableReducer(Protocol):
-    """The interface of a reducer for compiled code.
+class TracedState:
+    """The part of a reducer that compiled code knows.
 
-    Attributes:
+    Code finds it by its key, and changes its tensors. The changes are visible outside the graph, so
+    a compiler cannot remove them.
+
+    Args:
+        key: the reducer's key.
         parameters: the parameters whose gradients are averaged.
         use: records which of these have got gradients.
+        hooks: the hooks on the parameters that compiled autograd calls.
         change_of_parameters: describes how the parameters have changed since, or returns None.
+
+    Attributes:
+        attached: the reducer's hook.
+        token: float32, one element.
+        used: for each parameter, whether any rank has used it: uint8.
     """
 
-    parameters: ReducerParameters
-    use: ParameterUse
-    change_of_parameters: Callable[[], str | None]
-
-    @property
-    def hooks(self) -> set[Callable[..., None]]:
-        """The hooks on the parameters that compiled autograd calls."""
-
-    @property
-    def attached(self) -> Attached | None:
-        """The hook."""
+    def __init__(
+        self,
+        key: str,
+        parameters: ReducerParameters,
+        use: ParameterUse,
+        hooks: set[Callable[..., None]],
+        change_of_parameters: Callable[[], str | None],
+    ) -> None:
+        self.key = key
+        self.parameters = parameters
+        self.use = use
+        self.hooks = hooks
+        self.change_of_parameters = change_of_parameters
+        self.attached: Attached | None = None
+        self.token = torch.zeros(1, dtype=torch.float32, device="cpu")
+        self.used = torch.zeros(len(parameters), dtype=torch.uint8, device="cpu")
 
 
 # Compiled autograd calls hooks through this. Otherwise a graph break would compile it with the hook
@@ -129,9 +144,9 @@ def _group(op: str, name: str) -> StepGroup:
     return group
 
 
-def _reducer(op: str, key: str) -> TraceableReducer:
-    reducer: TraceableReducer | None = by_name.get(key)
-    if reducer is None or isinstance(reducer, StepGroup):
+def _reducer(op: str, key: str) -> TracedState:
+    reducer = by_name.get(key)
+    if not isinstance(reducer, TracedState):
         raise ValueError(f"{op}: key must be that of a reducer, got {key!r}")
     return reducer
 
@@ -221,38 +236,12 @@ def write_missing(
     parameters.write_missing(numbers, gradients, used)
 
 
-@begin_step.register_fake
-def _begin_step_fake(token: Tensor, name: str) -> None:
-    return None
+def _nothing(*arguments: Any) -> None:
+    """The operators' fake: they write to existing tensors, and return nothing."""
 
 
-@leave_out.register_fake
-def _leave_out_fake(
-    used: Tensor, touched: Tensor, missing: list[int], needs_all: bool, key: str
-) -> None:
-    return None
-
-
-@commit_step.register_fake
-def _commit_step_fake(used: Tensor, results: list[Tensor], name: str) -> None:
-    return None
-
-
-@count_step.register_fake
-def _count_step_fake(token: Tensor, results: list[Tensor], traffic: str, key: str) -> None:
-    return None
-
-
-@note_backward.register_fake
-def _note_backward_fake(token: Tensor, key: str) -> None:
-    return None
-
-
-@write_missing.register_fake
-def _write_missing_fake(
-    token: Tensor, used: Tensor, gradients: list[Tensor], numbers: list[int], key: str
-) -> None:
-    return None
+for _operator in (begin_step, leave_out, commit_step, count_step, note_backward, write_missing):
+    _operator.register_fake(_nothing)
 
 
 # ---- a backward of our reducer under compiled autograd, and the traced part of it ----------------
@@ -260,27 +249,6 @@ def _write_missing_fake(
 
 _log = logging.getLogger(__name__)
 _is_compiling = torch.compiler.is_dynamo_compiling
-
-
-class TracedState:
-    """The state of a reducer that compiled code changes.
-
-    The changes are visible outside the graph, so a compiler cannot remove them.
-
-    Args:
-        key: the reducer's key.
-        parameter_count: the number of the reducer's parameters.
-
-    Attributes:
-        key: as given.
-        token: float32, one element.
-        used: for each parameter, whether any rank has used it: uint8.
-    """
-
-    def __init__(self, key: str, parameter_count: int) -> None:
-        self.key = key
-        self.token = torch.zeros(1, dtype=torch.float32, device="cpu")
-        self.used = torch.zeros(parameter_count, dtype=torch.uint8, device="cpu")
 
 
 class CompiledStep(EagerStep):
@@ -330,15 +298,16 @@ class CompiledStep(EagerStep):
             call = start_traced(self.attached, bucket, where)
         except Exception:
             _leave_trace()
-        self._started.append(StartedBucket(state, call))
+        self._calls.append(call)
 
     def finish_traced(self) -> None:
         """Finish the step while a compiler traces; as :meth:`finish`."""
         attached = self.attached
         self._start_all()
-        for started in self._started:
-            started.call.future.start_next()
-        results = [self._result(started) for started in self._started]
+        for call in self._calls:
+            call.future.start_next()
+        calls = zip(self._buckets, self._calls, strict=True)
+        results = [self._result(state, call) for state, call in calls]
         used = self._traced.used
         used.fill_(1)
         missing = missing_in(self._buckets)
@@ -386,7 +355,7 @@ class CompiledStep(EagerStep):
     def _count_traced(self, results: list[Tensor]) -> None:
         """Count the buckets' traffic."""
         attached = self.attached
-        buckets = [started.call.traffic for started in self._started]
+        buckets = [call.traffic for call in self._calls]
         if attached.memory.is_empty and not attached.follows_scale:
             attached.traced_steps.add(buckets)
         else:

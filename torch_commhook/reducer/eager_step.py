@@ -5,10 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook import _C
@@ -26,114 +24,10 @@ from torch_commhook.reducer.parameters import NoAgreement, ParameterUse, Reducer
 from torch_commhook.step.attached_hook import DRAIN_SECONDS, Attached, HookCall
 from torch_commhook.step.step_group import RunningBackward, StepGroup
 
-# ---- runs a hook in C++ on the reducer's buckets in an eager backward ----------------------------
-
-
-class CppRun:
-    """A running C++ hook, and its results.
-
-    Args:
-        hook: the hook.
-        buckets: all of the reducer's buckets.
-        groups: the process group of each bucket.
-        check_layouts: raises if a gradient of a bucket has an unexpected layout.
-
-    Attributes:
-        native: notifies C++ of full buckets.
-    """
-
-    def __init__(
-        self,
-        hook: _C.CppHook,
-        buckets: Sequence[BucketState],
-        groups: list[dist.ProcessGroup],
-        check_layouts: Callable[[BucketState], None],
-    ) -> None:
-        self.native = _C.ReducerRun(hook, [bucket.native for bucket in buckets], groups)
-        self._buckets = buckets
-        self._check_layouts = check_layouts
-
-    @classmethod
-    def of(
-        cls,
-        attached: Attached | None,
-        group: StepGroup,
-        buckets: Sequence[BucketState],
-        check_layouts: Callable[[BucketState], None],
-    ) -> CppRun | None:
-        """Make one for the attached hook, if it and the buckets need no Python; else None."""
-        hook = None if attached is None else attached.cpp_hook
-        if attached is None or hook is None:
-            return None
-        if not all(each.in_own_dtype and not each.dtype.is_complex for each in buckets):
-            return None
-        own = attached.own_group
-        groups = [group.group_for(bucket.device) if own is None else own for bucket in buckets]
-        return cls(hook, buckets, groups, check_layouts)
-
-    @property
-    def started(self) -> int:
-        """The number of buckets on which the hook was started."""
-        return self.native.started
-
-    def results(self, seconds: float) -> list[tuple[BucketState, Tensor]]:
-        """Wait for the hook, at most ``seconds`` for each bucket, and write its results.
-
-        Returns:
-            The buckets with parameters without a gradient, and their results.
-
-        Raises:
-            TimeoutError, or the hook's error.
-        """
-        late = [bucket for bucket in self._buckets if bucket.pending]
-        try:
-            results = self.native.finish([bucket.index for bucket in late], seconds)
-        except TypeError as error:
-            self.explain(error)
-            raise
-        return list(zip(late, results, strict=True))
-
-    def explain(self, error: BaseException) -> None:
-        """Raise the cause of an error of the bucket that was started last, if it is known."""
-        if not isinstance(error, TypeError):
-            return
-        bucket = self._buckets[self.started - 1]
-        if bucket.native.gradients():
-            self._check_layouts(bucket)
-
-    def traffic(self) -> list[BucketTraffic]:
-        """The traffic of each bucket."""
-        return [
-            BucketTraffic(bucket.numel, bucket.dtype, sent, sent)
-            for bucket, sent in zip(self._buckets, self.native.bytes_sent(), strict=True)
-        ]
-
-    def drain(self, seconds: float) -> None:
-        """Wait for running collectives, and ignore their results."""
-        with suppress(Exception):
-            self.native.drain(seconds)
-
-
-# ---- one backward of our reducer in eager code, from its first gradient to its end ---------------
-
-
 _ALONE = NoAgreement()
 
 #: As ``DRAIN_SECONDS``, after a collective has used up its timeout.
 _LATE_SECONDS = 0.5
-
-
-@dataclass(eq=False)
-class StartedBucket:
-    """A bucket on which this step has started the hook.
-
-    Attributes:
-        state: the bucket.
-        call: the hook's call.
-    """
-
-    state: BucketState
-    call: HookCall
 
 
 class EagerStep:
@@ -149,7 +43,7 @@ class EagerStep:
     Attributes:
         attached: the hook, even if another one is attached meanwhile.
         agreement: the ranks' agreement on the step.
-        cpp: the running C++ hook, if it is one.
+        cpp: the running hook, if it is in C++: to be notified of full buckets.
         has_begun: whether the ranks know about the step.
     """
 
@@ -166,7 +60,7 @@ class EagerStep:
     ) -> None:
         self.attached = attached
         self.agreement: StepGroup | NoAgreement = _ALONE if attached.keeps_ranks_apart else group
-        self.cpp: CppRun | None = None
+        self.cpp: _C.ReducerRun | None = None
         self.has_begun = False
         self._buckets = buckets
         self._parameters = parameters
@@ -174,7 +68,7 @@ class EagerStep:
         self._group = group
         self._next = 0  # the next bucket to start
         self._starting = False
-        self._started: list[StartedBucket] = []
+        self._calls: list[HookCall] = []  # of the started buckets
         self._averaged: list[Tensor] = []  # the results of a hook in Python, before post-hooks
 
     def begin(self, on_step: Callable[[bool], None]) -> None:
@@ -193,8 +87,12 @@ class EagerStep:
         self.attached.choose()
 
     def run_in_cpp(self) -> None:
-        """Let C++ run the hook, if it can."""
-        self.cpp = CppRun.of(self.attached, self._group, self._buckets, self._check_layouts)
+        """Let C++ run the hook, if it and the buckets need no Python."""
+        hook, buckets = self.attached.cpp_hook, self._buckets
+        if hook is not None and all(b.in_own_dtype and not b.dtype.is_complex for b in buckets):
+            own = self.attached.own_group
+            groups = [self._group.group_for(b.device) if own is None else own for b in buckets]
+            self.cpp = _C.ReducerRun(hook, [bucket.native for bucket in buckets], groups)
 
     def has_started(self, number: int) -> bool:
         """Whether the hook was started on the bucket of a parameter."""
@@ -234,19 +132,18 @@ class EagerStep:
         except TypeError:  # an unexpected layout may be the cause
             self._check_layouts(state)
             raise
-        self._started.append(StartedBucket(state, call))
+        self._calls.append(call)
 
     def _check_layouts(self, state: BucketState) -> None:
         self._parameters.check_layouts(state.members, state.native.gradients())
 
-    def _result(self, started: StartedBucket) -> Tensor:
+    def _result(self, state: BucketState, call: HookCall) -> Tensor:
         """Wait for the hook's result, check it, and run the post-hooks."""
-        call = started.call
         result = call.wait(self._group.timeout)
         if call.local is None:
             self._averaged.append(result)
             return result
-        keeps = self.attached.keeps_error and started.state.pending
+        keeps = self.attached.keeps_error and state.pending
         self._averaged.append(result.clone() if keeps else result)  # post-hooks may write to it
         return self.attached.stages.after(call.bucket, result, call.local, call.where)
 
@@ -256,10 +153,13 @@ class EagerStep:
         """Finish after the last gradient: wait for the hook, agree with the ranks, and write."""
         if self.cpp is None:
             late = self._results()
-            traffic = [started.call.traffic for started in self._started]
+            traffic = [call.traffic for call in self._calls]
         else:
-            late = self.cpp.results(self._group.timeout.total_seconds())
-            traffic = self.cpp.traffic()
+            late = self._results_of_cpp(self.cpp)
+            traffic = [
+                BucketTraffic(bucket.numel, bucket.dtype, sent, sent)
+                for bucket, sent in zip(self._buckets, self.cpp.bytes_sent(), strict=True)
+            ]
         used = self._use.locally_used(self._buckets, self.agreement)
         self.agreement.commit(used)
         self._apply(late, used, traffic)
@@ -289,6 +189,32 @@ class EagerStep:
                 attached.count_bucket(index, count, of_bucket, first=index == 0)
         self._use.forget()
 
+    def _results_of_cpp(self, cpp: _C.ReducerRun) -> list[tuple[BucketState, Tensor]]:
+        """Wait for a hook in C++, which writes its results.
+
+        Returns:
+            The buckets with parameters without a gradient, and their results.
+
+        Raises:
+            TimeoutError, or the hook's error.
+        """
+        late = [bucket for bucket in self._buckets if bucket.pending]
+        try:
+            seconds = self._group.timeout.total_seconds()
+            results = cpp.finish([bucket.index for bucket in late], seconds)
+        except TypeError as error:
+            self.explain(error)
+            raise
+        return list(zip(late, results, strict=True))
+
+    def explain(self, error: BaseException) -> None:
+        """Raise the cause of a C++ hook's error on the last started bucket, if it is known."""
+        if self.cpp is None or not isinstance(error, TypeError):
+            return
+        bucket = self._buckets[self.cpp.started - 1]
+        if bucket.native.gradients():
+            self._check_layouts(bucket)
+
     def _results(self) -> list[tuple[BucketState, Tensor]]:
         """Run the hook on the remaining buckets, and write results that need not wait.
 
@@ -298,9 +224,8 @@ class EagerStep:
         """
         self._start_all()
         late = []
-        for started in self._started:
-            result = self._result(started)
-            state = started.state
+        for state, call in zip(self._buckets, self._calls, strict=True):
+            result = self._result(state, call)
             if self._writes_late or state.pending or self.attached.scales_steps:
                 late.append((state, result))
             else:
@@ -375,16 +300,16 @@ class EagerStep:
         """Run the hooks that see the gradients once all are written."""
         stages = self.attached.stages
         if stages.has_post_accumulate_hooks and self.cpp is None:
-            for started in self._started:
-                stages.done(started.call.bucket, started.call.where)
+            for call in self._calls:
+                stages.done(call.bucket, call.where)
 
     def take_part_with_zeros(self) -> None:
         """Take part in the other ranks' steps with zeros, and write nothing."""
         while self._next < len(self._buckets):
             state = self._buckets[self._next]
             self._start(state, [state.zeros(parameter) for parameter in state.parameters])
-        for started in self._started:
-            self._result(started)
+        for state, call in zip(self._buckets, self._calls, strict=True):
+            self._result(state, call)
         used = torch.zeros(len(self._parameters), dtype=torch.uint8, device="cpu")
         self._group.commit(used)
         self.attached.memory.count_step()
@@ -401,13 +326,14 @@ class EagerStep:
         seconds = DRAIN_SECONDS if patient else _LATE_SECONDS
         deadline = time.monotonic() + seconds
         if self.cpp is not None:
-            self.cpp.drain(seconds)
-        for started in self._started:
-            started.call.drain(deadline)
+            with suppress(Exception):  # a consequence of the failure
+                self.cpp.drain(seconds)
+        for call in self._calls:
+            call.drain(deadline)
 
     def drop(self) -> None:
         """Release the hook's inputs and results, even if an exception references the step."""
-        self._started.clear()
+        self._calls.clear()
         self._averaged.clear()
 
 

@@ -55,9 +55,11 @@ import torch._dynamo
 from torch import Tensor
 from torch._dynamo import compiled_autograd
 
+from torch_commhook import collectives
+from torch_commhook.buckets.grad_bucket import assign_buckets, split_by_kind
 from torch_commhook.collectives.futures import is_capturing
 from torch_commhook.native.runtime import left_to_python
-from torch_commhook.reducer.buckets import BucketOrder
+from torch_commhook.reducer.buckets import BucketState
 from torch_commhook.reducer.compiled_step import (
     CompiledBackward,
     CompiledStep,
@@ -66,13 +68,7 @@ from torch_commhook.reducer.compiled_step import (
     note_backward,
 )
 from torch_commhook.reducer.eager_step import EagerBackward, EagerStep
-from torch_commhook.reducer.parameters import (
-    FormedBuckets,
-    ParameterHooks,
-    ParameterUse,
-    ReducerParameters,
-)
-from torch_commhook.reducer.repeatable_step import Recovery, RepeatableStep
+from torch_commhook.reducer.parameters import ParameterHooks, ParameterUse, ReducerParameters
 from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.step_group import RunningBackward, StepGroup, by_name
 
@@ -89,15 +85,6 @@ TWO_AT_ONCE = (
     "torch_commhook: another backward() of this model began in another thread before this one had "
     "ended; a model's backward passes that a hook averages must come one after another"
 )
-
-
-def came_again(name: str) -> RuntimeError:
-    """The error for a parameter's second gradient after the first has been sent."""
-    return RuntimeError(
-        f"torch_commhook: parameter '{name}' got a gradient after its bucket had been sent; a "
-        "parameter that is used in several segments of reentrant activation checkpointing needs "
-        "torch.utils.checkpoint(..., use_reentrant=False)"
-    )
 
 
 # ---- data parallelism without DDP's reducer ------------------------------------------------------
@@ -127,7 +114,6 @@ class Reducer:
     Attributes:
         attached: the hook; without one, gradients stay unchanged.
         group: the group of the ranks.
-        recovery: how training continues when ranks are lost; set before the first step.
         device: the first parameter's device.
         parameters: the parameters whose gradients are averaged.
         use: records which of these have got gradients.
@@ -151,11 +137,9 @@ class Reducer:
     ) -> None:
         self._attached: Attached | None = None
         self.group = group
-        self.recovery: Recovery | None = None
         self.parameters = ReducerParameters(named_parameters, sparse)
         self.device = self.parameters.tensors[0].device
         self._should_sync = should_sync
-        self.change_of_parameters = change_of_parameters
         self._in_join = in_join
         self._on_step = on_step
         self._on_captured = on_captured
@@ -164,24 +148,25 @@ class Reducer:
 
         self._eager: EagerBackward | None = None  # if running
         self._compiled: CompiledBackward | None = None  # if running
-        self._traced = TracedState(self.key, len(self.parameters))
         self._closes = False  # at the end of this backward
         self._memory_is_old = False  # buckets have the memory of this backward's hook
         self._begun_count = 0  # the number of backward passes so far
-        self._buckets = FormedBuckets(
-            self.parameters, capacity_bytes=capacity_bytes, as_views=as_views
-        )
+        self._capacity_bytes = capacity_bytes
+        self._as_views = as_views
+        self._buckets: list[BucketState] = []
+        # By parameter name: its bucket, and its place there.
+        self._places: dict[str, tuple[BucketState, int]] = {}
         self._hooks = ParameterHooks(self, self.parameters)
         self._arrivals = self._hooks.arrivals
         self.use = ParameterUse(self.parameters, self._arrivals.touched)
-        self._order = BucketOrder(self._arrivals, len(self.parameters))
-        self._fill_buckets(self._order.expected)
-        by_name[self.key] = self
-
-    @property
-    def hooks(self) -> set[Callable[..., None]]:
-        """The hooks on the parameters that compiled autograd calls."""
-        return self._hooks.called
+        self._traced = by_name[self.key] = TracedState(
+            self.key, self.parameters, self.use, self._hooks.called, change_of_parameters
+        )
+        self._is_settled = False  # whether the buckets have their final form
+        self._next_order: list[int] | None = None  # of the next buckets, if the ranks have agreed
+        # The last parameters have the first gradients.
+        self._expected_order = range(len(self.parameters) - 1, -1, -1)
+        self._fill_buckets(self._expected_order)
 
     @property
     def attached(self) -> Attached | None:
@@ -191,16 +176,19 @@ class Reducer:
     @attached.setter
     def attached(self, attached: Attached | None) -> None:
         before, self._attached = self._attached, attached
+        self._traced.attached = attached
         if before is not None and before.keeps_ranks_apart:
             self.use.all_are_own()
-        if attached is not None and self.recovery is not None:
-            self.recovery.go_on_between_steps()
-        elif attached is not None:
-            attached.use_group(self.group, self.device)
+        if attached is not None:
+            self._connect_hook(attached)
         if self._is_under_way():  # that backward continues with its own hook's memory
             self._memory_is_old = True
         else:
-            self._buckets.prepare_memory(attached)
+            self._prepare_memory()
+
+    def _connect_hook(self, attached: Attached) -> None:
+        """Set the group through which a hook communicates."""
+        attached.use_group(self.group, self.device)
 
     # ---- buckets ---------------------------------------------------------------------------------
 
@@ -208,38 +196,86 @@ class Reducer:
     def _renew_memory(self) -> None:
         """Renew the memory after the backward in which another hook was attached."""
         self._memory_is_old = False
-        self._buckets.prepare_memory(self._attached)
+        self._prepare_memory()
+
+    def _prepare_memory(self) -> None:
+        """Let the hook ask for its memory of each bucket, outside of compilers."""
+        attached = self._attached
+        for bucket in self._buckets:
+            bucket.memory = (
+                None if attached is None else attached.memory_of(bucket.parameters, bucket.index)
+            )
 
     def memory_loaded(self, buckets: list[list[str]]) -> None:
-        """Use the buckets of a memory that was loaded."""
+        """Use the buckets of a memory that was loaded, if it has the same parameters.
+
+        Their dtypes may differ.
+
+        Args:
+            buckets: the names of the parameters in each bucket.
+        """
         # By the memory's names, which are the model's own, also inside DDP.
-        attached = self._attached
-        names = None if attached is None else attached.memory.names_of(self.parameters.tensors)
-        if self._is_under_way() or not self._buckets.fill_as(buckets, names or []):
-            self._buckets.prepare_memory(attached)
+        attached, parameters = self._attached, self.parameters
+        names = (attached and attached.memory.names_of(parameters.tensors)) or []
+        numbers = {name: number for number, name in enumerate(names)}
+        is_same = sorted(numbers) == sorted(name for bucket in buckets for name in bucket)
+        if self._is_under_way() or not is_same:
+            self._prepare_memory()
             return
-        self._order.settle()
-        self._buckets_formed()
+        assigned: list[list[int]] = []
+        for bucket in buckets:
+            members = [numbers[name] for name in bucket]
+            kinds = split_by_kind(
+                [parameters.tensors[i] for i in members], [parameters.sparse[i] for i in members]
+            )
+            assigned += [[members[place] for place in places] for places in kinds]
+        self.keep_buckets()
+        self._form(assigned)
 
     def keep_buckets(self) -> None:
         """Do not rebuild the buckets any more."""
-        self._order.settle()
+        self._is_settled = True
+        self._arrivals.stop_noting_order()
 
     def _fill_buckets(self, order: Sequence[int]) -> None:
-        self._buckets.fill_in_order(order)
-        self._buckets_formed()
+        """Fill buckets with the parameters in an order of their numbers."""
+        parameters, order = self.parameters, list(order)
+        assigned = assign_buckets(
+            [parameters.tensors[i] for i in order],
+            [parameters.sparse[i] for i in order],
+            self._capacity_bytes,
+        )
+        self._form([[order[place] for place in places] for places in assigned])
 
-    def _buckets_formed(self) -> None:
-        self._buckets.prepare_memory(self._attached)
-        self._hooks.renew(self._ready_hook, self._buckets.bucket_of_each())
+    def _form(self, assigned: Sequence[Sequence[int]]) -> None:
+        """Form buckets of the parameters with these numbers."""
+        parameters = self.parameters
+        self._buckets = [
+            BucketState(
+                index,
+                members,
+                [parameters.tensors[i] for i in members],
+                sparse=parameters.sparse[members[0]],
+                as_views=self._as_views,
+            )
+            for index, members in enumerate(assigned)
+        ]
+        self._places.clear()
+        bucket_of = [0] * len(parameters)
+        for bucket in self._buckets:
+            for place, number in enumerate(bucket.members):
+                self._places[parameters.names[number]] = bucket, place
+                bucket_of[number] = bucket.index
+        self._prepare_memory()
+        self._hooks.renew(self._ready_hook, bucket_of)
 
     def parameter_buckets(self) -> list[list[Tensor]]:
         """Each bucket's parameters."""
-        return [list(bucket.parameters) for bucket in self._buckets.all]
+        return [list(bucket.parameters) for bucket in self._buckets]
 
     def buckets(self) -> list[list[str]]:
         """The names of each bucket's parameters."""
-        return self._buckets.names()
+        return [[self.parameters.names[i] for i in bucket.members] for bucket in self._buckets]
 
     def shadow_step(self) -> None:
         """Take part in a step of the other ranks with zeros, and leave the gradients unchanged."""
@@ -269,6 +305,7 @@ class Reducer:
         elif not self.is_closed:
             self._hooks.remove()
             self._reset()
+            self._places.clear()
             self._buckets.clear()
             self.parameters.tensors.clear()
             self._on_closed()
@@ -303,7 +340,7 @@ class Reducer:
         eager.enter(task, running)
         step = eager.step
         cpp = None if step is None else step.cpp
-        self._arrivals.count_in_this_backward(step is not None, None if cpp is None else cpp.native)
+        self._arrivals.count_in_this_backward(step is not None, cpp)
         nested, number = running.is_nested, self._begun_count
         _engine.queue_callback(left_to_python(lambda: self._end_of_backward(nested, number)))
 
@@ -328,7 +365,7 @@ class Reducer:
     @left_to_python
     def bucket_full(self, index: int) -> None:
         """Note the last gradient of a bucket."""
-        self._buckets.all[index].pending = 0
+        self._buckets[index].pending = 0
         eager = self._eager
         step = None if eager is None else eager.step
         if eager is None or step is None:
@@ -345,15 +382,21 @@ class Reducer:
         """Note a second gradient for a parameter of a full bucket."""
         step = None if self._eager is None else self._eager.step
         if step is not None and step.has_started(number):
-            self._abort(step, came_again(self.parameters.names[number]))
+            error = RuntimeError(
+                f"torch_commhook: parameter '{self.parameters.names[number]}' got a gradient after "
+                "its bucket had been sent; a parameter that is used in several segments of "
+                "reentrant activation checkpointing needs "
+                "torch.utils.checkpoint(..., use_reentrant=False)"
+            )
+            self._abort(step, error)
 
     @left_to_python
     def start_failed(self, error: BaseException) -> None:
         """Note that the C++ hook raised when it was started on a bucket."""
         step = None if self._eager is None else self._eager.step
         try:
-            if step is not None and step.cpp is not None:  # while this is running
-                step.cpp.explain(error)
+            if step is not None:
+                step.explain(error)
         except TypeError as explained:
             error = explained
         self._abort(step, error)
@@ -367,7 +410,8 @@ class Reducer:
         missing = set(self._arrivals.missing())
         if nested and missing:
             return
-        self._buckets.set_arrived(missing)
+        for bucket in self._buckets:
+            bucket.set_arrived(missing)
         self._finish(self._eager.step)
 
     # ---- a backward of compiled autograd ---------------------------------------------------------
@@ -381,7 +425,7 @@ class Reducer:
         def ready(parameter: Tensor) -> None:
             if not _is_compiling() and not compiled_autograd.in_compiled_autograd_region:
                 return  # C++ counts
-            bucket, place = reducer._buckets.places[name]
+            bucket, place = reducer._places[name]
             compiled = reducer._compiled
             if compiled is None:
                 compiled = reducer._begin_compiled()
@@ -404,7 +448,7 @@ class Reducer:
         attached, step = self._synchronising_hook(), None
         if attached is not None:
             step = CompiledStep(
-                attached, self._buckets.all, self.parameters, self.use, self.group, self._traced
+                attached, self._buckets, self.parameters, self.use, self.group, self._traced
             )
             if _is_compiling():
                 step.begin_traced()
@@ -444,11 +488,6 @@ class Reducer:
 
         Python sees no more of it: the compiler knows the hook's memory as tensors only.
         """
-        if self.recovery is not None:
-            raise RuntimeError(
-                "torch_commhook: with elastic, backward must be eager, but compiled autograd was "
-                "enabled"
-            )
         if self._eager is not None or self._compiled is not None:  # ended by an exception
             self._abandon()
         try:
@@ -481,12 +520,7 @@ class Reducer:
         return None
 
     def _step(self, attached: Attached) -> EagerStep:
-        parts = attached, self._buckets.all, self.parameters, self.use, self.group
-        if self.recovery is None or attached.keeps_ranks_apart:
-            return EagerStep(*parts)
-        step = RepeatableStep(*parts)
-        step.survives_with(self.recovery.survivors)
-        return step
+        return EagerStep(attached, self._buckets, self.parameters, self.use, self.group)
 
     def _begin_step(self, step: EagerStep) -> None:
         try:
@@ -505,19 +539,23 @@ class Reducer:
             step.finish()
             self._agree_on_order(step.attached)
         except BaseException as error:
-            if self.recovery is None or not isinstance(step, RepeatableStep):
-                self._abort(step, error)
-            self.recovery.go_on(step, error)
+            self._failed(step, error)
         # The ranks have agreed on the step: later errors concern this rank only.
         try:
             step.run_post_accumulate_hooks()
         finally:
-            self._step_ended()
-            if self.recovery is not None and isinstance(step, RepeatableStep):
-                self.recovery.count(step)
+            self._finished(step)
+
+    def _failed(self, step: EagerStep, error: BaseException) -> None:
+        """End the backward of a step that has failed, and raise; or repeat the step."""
+        self._abort(step, error)
+
+    def _finished(self, step: EagerStep) -> None:
+        """Note that a step counts, and that this rank has written its results."""
+        self._step_ended()
 
     def _agree_on_order(self, attached: Attached) -> None:
-        """Agree on the order in which buckets are rebuilt, if they will be.
+        """Agree on the order in which buckets are rebuilt, if they will be: that on rank 0.
 
         Not for hooks whose result depends on the parameters of a bucket: compiled code has another
         order.
@@ -525,36 +563,29 @@ class Reducer:
         # Ranks that are apart have no means to agree, and a rank that has joined does not know
         # whether the others' backward is compiled.
         is_fixed = attached.is_lossy or attached.keeps_ranks_apart or self._in_join()
-        if not (self._order.is_final or self._compiled is not None or is_fixed):
-            if is_capturing(self.device):
-                raise RuntimeError(
-                    "torch_commhook: a CUDA graph cannot capture the step after which buckets are "
-                    "rebuilt; run a few steps before the capture"
-                )
-            self._order.agree(self.group, self.device)
+        if self._is_settled or self._compiled is not None or is_fixed:
+            return
+        if is_capturing(self.device):
+            raise RuntimeError(
+                "torch_commhook: a CUDA graph cannot capture the step after which buckets are "
+                "rebuilt; run a few steps before the capture"
+            )
+        # Each parameter once; those without a gradient are last.
+        order = list(dict.fromkeys([*self._arrivals.take_order(), *self._expected_order]))
+        if self.group.size > 1:
+            at = "cpu" if self.group.recovers else self.device
+            agreed = torch.tensor(order, dtype=torch.int64, device=at)
+            collectives.broadcast(agreed, group=self.group.group).wait()
+            order = agreed.tolist()
+        self._next_order = order
 
     def _step_ended(self) -> None:
         self._reset()
         self._on_step(False)
-        order = self._order.take()
+        order, self._next_order = self._next_order, None
         if order is not None and not self.is_closed:
-            self._order.settle()
+            self.keep_buckets()
             self._fill_buckets(order)
-
-    def use_group(self, group: StepGroup) -> None:
-        """Continue among other ranks. No step is open, or one that is to be repeated."""
-        self.group = group
-        if self._attached is not None:
-            self._attached.use_group(group, self.device)
-        self.change_memory()
-
-    def change_memory(self) -> None:
-        """Give the hook its memory among the present ranks."""
-        assert self.recovery is not None
-        attached, averaged = self._attached, self.recovery.survivors.averaged
-        if attached is not None:
-            attached.memory.change_ranks(self.group.rank, self.group.size, averaged=averaged)
-        self._buckets.prepare_memory(attached)
 
     # ---- failure ---------------------------------------------------------------------------------
 
@@ -573,10 +604,6 @@ class Reducer:
         self._reset()
         raise raised
 
-    def forget_step(self) -> None:
-        """Forget the running backward: its step has failed."""
-        self._reset()
-
     def _abandon(self) -> None:
         """Forget a backward that an exception has ended."""
         eager, compiled = self._eager, self._compiled
@@ -589,7 +616,7 @@ class Reducer:
         self._reset()
 
     def _reset(self) -> None:
-        for bucket in self._buckets.all:
+        for bucket in self._buckets:
             bucket.reset()
         if self._eager is not None:
             self._eager.end()

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from torch_commhook import _C
-from torch_commhook.attachment.handle import HookHandle, begin_hook
-from torch_commhook.attachment.parameters import claim, class_name
-from torch_commhook.attachment.road import compared_settings, printed_hook, roads
+from torch_commhook.attachment.handle import Attaching
+from torch_commhook.attachment.parameters import class_name
+from torch_commhook.attachment.road import Road, compared_settings, printed_hook
 from torch_commhook.attachment.sharded import fsdp
 from torch_commhook.attachment.sharded.fsdp import check_fits
 from torch_commhook.attachment.sharded.road import ShardedRoad
@@ -20,9 +20,7 @@ from torch_commhook.attachment.sharded.unit import ReduceScatter, Unit
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.agreement import agree_across
 from torch_commhook.collectives.gloo_groups import group_rank
-from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.memory.sharded_memory import ReplicaMemory, UnshardedMemory
-from torch_commhook.memory.watches import Scaler, checked_scale
 from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.stages import BucketStages
 from torch_commhook.wording import warn_user
@@ -71,62 +69,122 @@ class ShardedStages(BucketStages):
 # ---- attaching a hook to a model whose parameters fully_shard has sharded ------------------------
 
 
-def attach_sharded(
-    model: nn.Module,
-    check_arguments: Callable[[], tuple[Callable[..., Any], Callable[..., Any] | None]],
-    *,
-    state: object,
-    scaler: Scaler | None,
-    connections: int | None,
-    weights: Codec | None,
-    attached_to: Callable[[], str | None],
-) -> HookHandle:
-    """Attach a hook to a model with ``fully_shard`` modules; as :func:`torch_commhook.attach`.
+class AttachingToShards(Attaching):
+    """Attaches a hook to a model with ``fully_shard`` modules."""
 
-    Args:
-        model: a model that trains shards.
-        check_arguments: checks what does not depend on this kind of model; returns the hook and
-            the ``shard_hook``.
-        state, scaler, connections, weights: as there.
-        attached_to: returns the name of the hook that is attached to the model.
+    _units: list[Unit]
+    _beside: Attached | None = None  # the shard_hook
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as there.
-    """
-    axes, error = _axes(model), None
-    settings: dict[str, object] = {}
-    try:
-        hook, shard_hook = check_arguments()
+    def check(self) -> dict[str, object]:
+        model = self.model
+        hook, shard_hook = self.check_arguments()
+        self.check_unoccupied()
+        self.check_none_given("follow from how fully_shard() was applied", "a sharded model")
+        if self.elastic is not None:
+            raise ValueError(
+                "attach: elastic is for a module on the CPU, got one that fully_shard() was "
+                "applied to"
+            )
         fsdp.reshard(model)
-        units = _units(model)
+        units = self._units = _units(model)
         _check_units(model, units)
-        checked = _checked_hooks(units, hook, state, scaler, shard_hook, weights)
-        settings = _shared(units, *checked, weights)
-        settings["connections"] = connections
-        settings["the scaler's scale"] = None if scaler is None else checked_scale(scaler)
-        claim(_parameters(model, units), model, attached_to)
-    except Exception as refused:
-        error = refused
-    # Before the ranks make anything together.
-    agree_across(axes, "attach", error, settings)
-    attached, beside = checked
-    for each in checked:
-        if each is not None:
-            each.connections = connections
-    part = fsdp.part_of(unit.group for unit in units)
-    road = ShardedRoad(model, units, weights)
-    try:
-        _name_parameters(units, attached, beside, part)
-        roads[model] = road
-        handle = HookHandle(road, attached)
-        begin_hook(road, attached, "attach")
-        if beside is not None:
-            road.use_shard_hook(beside)
-    except BaseException:
-        road.attached = None
-        roads.pop(model, None)
-        raise
-    return handle
+        first = units[0].group
+        has_replicas = fsdp.replica_group(first) is not None
+        _check_weights(units, self.weights)
+        self.attached = self._checked_on(not has_replicas, hook, self.state)
+        if shard_hook is not None:
+            if not has_replicas:
+                raise ValueError(
+                    "attach: shard_hook is for models on a mesh of two dimensions, whose replicas "
+                    "the hook averages across; on one dimension the hook itself averages the shards"
+                )
+            if fsdp.shard_group(first) is None:
+                raise ValueError(
+                    "attach: shard_hook is for sharded models, and replicate() leaves parameters "
+                    "whole"
+                )
+            self._beside = self._checked_on(True, shard_hook, None, beside=True)
+        shared = {**self._shared(), **self.common_settings()}
+        self.claim(_parameters(model, units))
+        return shared
+
+    def _checked_on(
+        self, on_shards: bool, hook: Callable[..., Any], state: object, *, beside: bool = False
+    ) -> Attached:
+        """A hook, checked.
+
+        Args:
+            on_shards: whether the hook takes part in reduce-scatters.
+            hook, state: the user's arguments.
+            beside: whether it is the ``shard_hook``.
+
+        Raises:
+            TypeError, ValueError: it does not support the model.
+        """
+        attached = self.checked(hook, state, UnshardedMemory() if on_shards else ReplicaMemory())
+        attached.stats.of_shards = on_shards
+        attached.stages = ShardedStages(on_shards=on_shards)
+        check_fits(attached, beside=beside)
+        return attached
+
+    def _shared(self) -> dict[str, object]:
+        """The settings that must be the same on all ranks."""
+        forms = [form for unit in self._units for form in unit.parameters.values()]
+        group = self._units[0].group
+        shards, replicas = fsdp.shard_group(group), fsdp.replica_group(group)
+        after_forward = [fsdp.forward_group(unit.group) for unit in self._units]
+        return {
+            **compared_settings(self.attached.given),
+            "shard_hook": None if self._beside is None else printed_hook(self._beside.given),
+            "weights": None if self.weights is None else repr(self.weights),
+            "the number of parameter groups": len(self._units),
+            "the mesh": (
+                None if shards is None else shards.size(),
+                None if replicas is None else replicas.size(),
+            ),
+            "reshard_after_forward": [
+                None if each is None else each.size() for each in after_forward
+            ],
+            "the parameters": [f"{form.name} {tuple(form.shape)} {form.dtype}" for form in forms],
+        }
+
+    def agree(self, error: Exception | None, settings: dict[str, object]) -> None:
+        agree_across(_axes(self.model), "attach", error, settings)
+
+    def open(self) -> Road:
+        self._name_parameters()
+        return ShardedRoad(self.model, self._units, self.weights)
+
+    def _name_parameters(self) -> None:
+        part = fsdp.part_of(unit.group for unit in self._units)
+        group = self._units[0].group
+        shards, replicas = fsdp.shard_group(group), fsdp.replica_group(group)
+        forms = [form for unit in self._units for form in unit.parameters.values()]
+        for each in (self.attached, self._beside):
+            if each is None:
+                continue
+            assert isinstance(each.memory, (UnshardedMemory, ReplicaMemory))
+            each.memory.part = part
+            if isinstance(each.memory, UnshardedMemory):
+                assert shards is not None
+                each.memory.set_sharded(forms, rank=group_rank(shards))
+        if replicas is not None:
+            memory = self.attached.memory
+            assert isinstance(memory, ReplicaMemory)
+            memory.shard = (0, 1) if shards is None else (group_rank(shards), shards.size())
+            memory.parameters = forms
+            if self._beside is not None:
+                assert isinstance(self._beside.memory, UnshardedMemory)
+                self._beside.memory.replica = group_rank(replicas), replicas.size()
+                memory.beside = self._beside.memory
+            named = [each for unit in self._units for each in unit.named_shards()]
+            memory.set_parameters(named, rank=group_rank(replicas), world_size=replicas.size())
+
+    def begin(self, road: Road) -> None:
+        super().begin(road)
+        if self._beside is not None:
+            assert isinstance(road, ShardedRoad)
+            road.use_shard_hook(self._beside)
 
 
 def _units(model: nn.Module) -> list[Unit]:
@@ -144,13 +202,8 @@ def _units(model: nn.Module) -> list[Unit]:
 
 def _axes(model: nn.Module) -> list[dist.ProcessGroup]:
     """Process groups that together reach all ranks of the mesh, even if modules differ."""
-    groups = fsdp.param_groups(model)
-    found: list[dist.ProcessGroup] = []
-    for of_parameters in sorted(groups, key=lambda each: not fsdp.trainable(each)):
-        for group in fsdp.mesh_groups(of_parameters):
-            if all(group is not one for one in found):
-                found.append(group)
-    return found
+    groups = sorted(fsdp.param_groups(model), key=lambda each: not fsdp.trainable(each))
+    return list(dict.fromkeys(each for group in groups for each in fsdp.mesh_groups(group)))
 
 
 def _check_units(model: nn.Module, units: list[Unit]) -> None:
@@ -218,68 +271,6 @@ def _parameters(model: nn.Module, units: list[Unit]) -> list[tuple[str, Tensor]]
     return found
 
 
-def _checked_hooks(
-    units: list[Unit],
-    hook: Callable[..., Any],
-    state: object,
-    scaler: Scaler | None,
-    shard_hook: Callable[..., Any] | None,
-    weights: Codec | None,
-) -> tuple[Attached, Attached | None]:
-    """The hook, and the ``shard_hook``, both checked.
-
-    Raises:
-        TypeError, ValueError: a hook does not support the model.
-    """
-    first = units[0].group
-    has_replicas = fsdp.replica_group(first) is not None
-    _check_weights(units, weights)
-    attached = _checked(hook, state, scaler, on_shards=not has_replicas, beside=False)
-    if shard_hook is None:
-        return attached, None
-    _check_shard_hook(first, has_replicas)
-    return attached, _checked(shard_hook, None, scaler, on_shards=True, beside=True)
-
-
-def _checked(
-    hook: Callable[..., Any],
-    state: object,
-    scaler: Scaler | None,
-    *,
-    on_shards: bool,
-    beside: bool,
-) -> Attached:
-    """The hook, checked.
-
-    Args:
-        hook, state, scaler: the user's arguments.
-        on_shards: whether the hook takes part in reduce-scatters.
-        beside: whether it is the ``shard_hook``.
-
-    Raises:
-        TypeError, ValueError: it does not support the model.
-    """
-    memory: HookMemory = UnshardedMemory() if on_shards else ReplicaMemory()
-    memory.scaler = scaler
-    attached = Attached.checked(hook, state, memory)
-    attached.stats.of_shards = on_shards
-    attached.stages = ShardedStages(on_shards=on_shards)
-    check_fits(attached, beside=beside)
-    return attached
-
-
-def _check_shard_hook(group: fsdp.ParamGroup, has_replicas: bool) -> None:
-    if not has_replicas:
-        raise ValueError(
-            "attach: shard_hook is for models on a mesh of two dimensions, whose replicas the hook "
-            "averages across; on one dimension the hook itself averages the shards"
-        )
-    if fsdp.shard_group(group) is None:
-        raise ValueError(
-            "attach: shard_hook is for sharded models, and replicate() leaves parameters whole"
-        )
-
-
 def check_weights_codec(weights: object) -> None:
     """Refuse a codec that cannot compress parameters.
 
@@ -311,56 +302,3 @@ def _check_weights(units: list[Unit], weights: object) -> None:
                 "attach: weights need modules that gather all their parameters in one dtype, "
                 f"got {names}"
             )
-
-
-def _name_parameters(
-    units: list[Unit], attached: Attached, beside: Attached | None, part: tuple[int, int]
-) -> None:
-    group = units[0].group
-    shards, replicas = fsdp.shard_group(group), fsdp.replica_group(group)
-    forms = [form for unit in units for form in unit.parameters.values()]
-    for each in (attached, beside):
-        if each is None:
-            continue
-        assert isinstance(each.memory, (UnshardedMemory, ReplicaMemory))
-        each.memory.part = part
-        if isinstance(each.memory, UnshardedMemory):
-            assert shards is not None
-            each.memory.set_sharded(forms, rank=group_rank(shards))
-    if replicas is not None:
-        memory = attached.memory
-        assert isinstance(memory, ReplicaMemory)
-        memory.shard = (0, 1) if shards is None else (group_rank(shards), shards.size())
-        memory.parameters = forms
-        if beside is not None:
-            assert isinstance(beside.memory, UnshardedMemory)
-            beside.memory.replica = group_rank(replicas), replicas.size()
-            memory.beside = beside.memory
-        named = [each for unit in units for each in unit.named_shards()]
-        memory.set_parameters(named, rank=group_rank(replicas), world_size=replicas.size())
-
-
-def _forward_size(group: fsdp.ParamGroup) -> int | None:
-    after = fsdp.forward_group(group)
-    return None if after is None else after.size()
-
-
-def _shared(
-    units: list[Unit], attached: Attached, beside: Attached | None, weights: Codec | None
-) -> dict[str, object]:
-    """The settings that must be the same on all ranks."""
-    forms = [form for unit in units for form in unit.parameters.values()]
-    group = units[0].group
-    shards, replicas = fsdp.shard_group(group), fsdp.replica_group(group)
-    return {
-        **compared_settings(attached.given),
-        "shard_hook": None if beside is None else printed_hook(beside.given),
-        "weights": None if weights is None else repr(weights),
-        "the number of parameter groups": len(units),
-        "the mesh": (
-            None if shards is None else shards.size(),
-            None if replicas is None else replicas.size(),
-        ),
-        "reshard_after_forward": [_forward_size(unit.group) for unit in units],
-        "the parameters": [f"{form.name} {tuple(form.shape)} {form.dtype}" for form in forms],
-    }

@@ -6,8 +6,8 @@ import functools
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +16,9 @@ from torch import Tensor, nn
 
 from torch_commhook.attachment.parameters import class_name
 from torch_commhook.hooks.base import FunctionHook, Hook
-from torch_commhook.memory.hook_memory import HookMemory
-from torch_commhook.memory.sharded_memory import ReplicaMemory, UnshardedMemory
+from torch_commhook.memory.sharded_memory import UnshardedMemory
 from torch_commhook.memory.sharded_states import ShardedParameter
 from torch_commhook.step.attached_hook import Attached
-from torch_commhook.wording import warn_user
 
 # ---- all uses of undocumented parts of fully_shard -----------------------------------------------
 
@@ -38,13 +36,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 def param_groups(model: nn.Module) -> list[ParamGroup]:
     """The groups of a model's parameters, in the order of its modules."""
-    found: list[ParamGroup] = []
-    for module in model.modules():
-        if is_sharded(module):
-            for group in _groups_of(module._get_fsdp_state()):  # type: ignore[operator]
-                if all(group is not other for other in found):
-                    found.append(group)
-    return found
+    return list(dict.fromkeys(group for state in states(model) for group in _groups_of(state)))
 
 
 def _groups_of(state: Any) -> list[ParamGroup]:
@@ -329,12 +321,6 @@ def runs_hooks_in_backward(model: nn.Module) -> bool:
     )
 
 
-def is_compiled_backward() -> bool:
-    """Whether compiled autograd runs the calling backward."""
-    module = sys.modules.get("torch._dynamo.compiled_autograd")
-    return module is not None and bool(module.in_compiled_autograd_region)
-
-
 def gathered_dtypes(group: ParamGroup) -> set[Any]:
     """The dtypes in which a group's parameters are gathered."""
     return {
@@ -348,25 +334,23 @@ def divide_factor(group: ParamGroup) -> float | None:
     return factor
 
 
-def sync_flags(group: ParamGroup) -> tuple[bool, bool]:
-    """Whether a group reduces gradients, and whether it does so across replicas."""
-    return group.reduce_grads, group.all_reduce_grads
-
-
-def set_sync_flags(group: ParamGroup, flags: tuple[bool, bool]) -> None:
-    """Restore flags that :func:`sync_flags` returned."""
-    group.reduce_grads, group.all_reduce_grads = flags
+@contextmanager
+def without_reductions(groups: Sequence[ParamGroup]) -> Iterator[None]:
+    """Let groups reduce no gradients inside the block, neither among shards nor replicas."""
+    before = [(group.reduce_grads, group.all_reduce_grads) for group in groups]
+    for group in groups:
+        group.reduce_grads = group.all_reduce_grads = False
+    try:
+        yield
+    finally:
+        for group, flags in zip(groups, before, strict=True):
+            group.reduce_grads, group.all_reduce_grads = flags
 
 
 def states(model: nn.Module) -> list[Any]:
     """PyTorch's objects of the modules that ``fully_shard`` was applied to."""
-    found: list[Any] = []
-    for module in model.modules():
-        if is_sharded(module):
-            state = module._get_fsdp_state()  # type: ignore[operator]
-            if all(state is not other for other in found):
-                found.append(state)
-    return found
+    modules = filter(is_sharded, model.modules())
+    return list(dict.fromkeys(module._get_fsdp_state() for module in modules))  # type: ignore[operator]
 
 
 def roots(of_states: Iterable[Any]) -> list[Any]:
@@ -374,12 +358,9 @@ def roots(of_states: Iterable[Any]) -> list[Any]:
 
     Before the first forward PyTorch has not chosen any.
     """
-    found: list[Any] = []
-    for state in of_states:
-        for root in state._state_ctx.all_states[:1]:
-            if all(root is not other for other in found):
-                found.append(root)
-    return found
+    return list(
+        dict.fromkeys(root for each in of_states for root in each._state_ctx.all_states[:1])
+    )
 
 
 def root_module(root: Any) -> nn.Module:
@@ -493,7 +474,7 @@ def stop_listening(state: Any, listener: Callable[[], None]) -> None:
             del vars(state)[_END]
 
 
-# ---- checks whether a hook fits a sharded model, and warns of its memory -------------------------
+# ---- checks whether a hook fits a sharded model --------------------------------------------------
 
 
 def check_fits(attached: Attached, op: str = "attach", *, beside: bool = False) -> None:
@@ -557,42 +538,15 @@ def _scales_steps(hook: Hook) -> bool:
     return hook.scales_steps or any(map(_scales_steps, hook.hooks_inside()))
 
 
-def settings_by_ranks(
-    memory: HookMemory | None, settings: Mapping[str, object]
-) -> tuple[dict[str, object], dict[str, object]]:
-    """Separate settings of all ranks from those of the replicas of one shard.
-
-    Returns:
-        Settings that must be the same on all ranks; and settings that only the replicas of a shard
-        share, by names that contain the shard.
-    """
-    choices = "the state's choices"
-    if choices not in settings or not isinstance(memory, ReplicaMemory):
-        return dict(settings), {}
-    of_all = {name: value for name, value in settings.items() if name != choices}
-    of_shard = f"{choices} for shard {memory.shard[0]} of part {memory.part[0]}"
-    return of_all, {of_shard: settings[choices]}
-
-
 def check_backward() -> None:
     """Refuse a backward in which ``fully_shard`` would reduce only some gradients.
 
     Raises:
         RuntimeError: compiled autograd runs the backward.
     """
-    if is_compiled_backward():
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    if module is not None and module.in_compiled_autograd_region:
         raise RuntimeError(
             "torch_commhook: compiled autograd runs this backward, in which fully_shard computes "
             "different gradients, with a hook or without; call backward() outside of it"
-        )
-
-
-def warn_of_memory(attached: Attached) -> None:
-    """Warn of error memory with the size of whole gradients."""
-    lost = attached.memory.error_bytes
-    if lost and isinstance(attached.memory, UnshardedMemory):
-        warn_user(
-            f"torch_commhook: {attached.hook} keeps errors of whole gradients, "
-            f"{lost / 2**20:.1f} MiB on each rank, which do not shrink with the number of "
-            "shards; on a mesh of two dimensions it keeps errors of a shard only"
         )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NoReturn
@@ -24,20 +24,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_commhook import _C
+from torch_commhook.attachment.road import Road
 from torch_commhook.attachment.sharded import fsdp
-from torch_commhook.attachment.sharded.fsdp import (
-    check_backward,
-    check_fits,
-    settings_by_ranks,
-    warn_of_memory,
-)
+from torch_commhook.attachment.sharded.fsdp import check_backward, check_fits
 from torch_commhook.attachment.sharded.step import (
     Exchange,
-    Gathers,
     Roots,
     ShardedReplica,
     ShardedStep,
-    UnderWay,
     wait_for,
 )
 from torch_commhook.attachment.sharded.unit import (
@@ -46,21 +40,20 @@ from torch_commhook.attachment.sharded.unit import (
     ReplicaGroup,
     Unit,
     process_groups,
-    without_reductions,
 )
 from torch_commhook.attachment.training_state import BeforeForward, register_first
 from torch_commhook.buckets.grad_bucket import hook_on_bucket
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.agreement import agree_across
-from torch_commhook.collectives.issuing import issue_unseen
+from torch_commhook.collectives.compressed_chunks import compressed_all_gather
+from torch_commhook.collectives.issuing import issue_all_gather, issue_unseen
 from torch_commhook.collectives.plain import issue_reduce_scatter
 from torch_commhook.hooks.mean import allreduce
-from torch_commhook.memory.bucket_memory import BucketMemory, BucketWithMemory, ShardedBucket
+from torch_commhook.memory.bucket_memory import BucketWithMemory, ShardedBucket
 from torch_commhook.memory.hook_memory import HookMemory
-from torch_commhook.memory.sharded_memory import UnshardedMemory
+from torch_commhook.memory.sharded_memory import ReplicaMemory, UnshardedMemory
 from torch_commhook.metrics import (
     BucketTraffic,
-    HookStats,
     WireMeter,
     count_bucket,
     counting,
@@ -69,10 +62,12 @@ from torch_commhook.metrics import (
     tensor_bytes,
 )
 from torch_commhook.native.bucket_ops import unflatten_into
+from torch_commhook.spans import active, spans_of
 from torch_commhook.step.attached_hook import Attached, HookCall
 from torch_commhook.step.step_group import StepGroup
+from torch_commhook.wording import warn_user
 
-# ---- writes a hook's results for fully_shard, and counts its traffic -----------------------------
+# ---- writes a hook's results for fully_shard -----------------------------------------------------
 
 
 @torch.no_grad()
@@ -87,28 +82,10 @@ def write(result: Tensor, tensor: Tensor, factor: float) -> None:
         unflatten_into(result, [tensor], scale=factor)
 
 
-def is_plain(attached: Attached) -> bool:
-    """Whether a hook does the same as ``fully_shard`` without one."""
-    return type(attached.hook) is allreduce and attached.stages.is_empty
-
-
-def count_unit(
-    stats: HookStats, unit: int, units: int, traffic: BucketTraffic, *, first: bool
-) -> None:
-    """Count the traffic of one of several units; ``first``: whether a step begins with it.
-
-    Units whose gradients come later have larger numbers, but some may come first or never.
-    """
-    empty = traffic._replace(numel=0, bytes_sent=0, bytes_received=0)
-    while len(stats.buckets) < unit:
-        count_bucket(stats, len(stats.buckets), units, empty, first=False)
-    count_bucket(stats, unit, units, traffic, first=first)
-
-
 # ---- runs a hook on a model whose parameters fully_shard has sharded -----------------------------
 
 
-class ShardedRoad:
+class ShardedRoad(Road):
     """A model with ``fully_shard`` whose collectives the library replaces while a hook is attached.
 
     On a mesh of one dimension the hook takes part in the reduce-scatters. On a mesh of two
@@ -120,54 +97,49 @@ class ShardedRoad:
         weights: the codec for gathered parameters; None gathers them uncompressed.
     """
 
-    #: No other road replaces this one.
-    successor = None
-
     def __init__(self, model: nn.Module, units: list[Unit], weights: Codec | None) -> None:
-        self.model = weakref.ref(model)
+        super().__init__(model)
         self._all_units = units
         self._units = [unit for unit in units if unit.parameters]
         self._attached: Attached | None = None
         #: The hook of the reduce-scatters; on a mesh of one dimension the attached hook.
         self.shard_attached: Attached | None = None
         self._reducing: Unit | None = None
-        self._then: list[Callable[[], None]] = []
         first = units[0].group
-        self._shard_group = fsdp.scatter_group(first) or fsdp.shard_group(first)
-        self._replica_group = fsdp.replica_group(first)
         self.device: torch.device = first.device
         self._forget: weakref.finalize[..., Any] | None = None
         self._counted: list[Attached] = []  # in this step
-        self._under_way = UnderWay()
         self._has_hooks = False  # in this step
         self._step = ShardedStep(
             process_groups(units),
-            self._replica_group,
+            fsdp.replica_group(first),
             self._step_begins,
-            self._under_way,
             self._step_done,
         )
-        self._gathers = Gathers(self._step, weights, fsdp.shard_group(first))
+        # The ranks with other shards, and those with the same ones.
+        self._shards = self._step.group_of(fsdp.scatter_group(first) or fsdp.shard_group(first))
+        self._replicas = self._step.group_of(fsdp.replica_group(first))
+        self._weights = weights
+        self._gather_group = fsdp.shard_group(first)
         self._roots = Roots(self._step, self._backward_ends)
         self._take_over()
-        self._closed = False
         self._members = _C.module_members(model)
         self._forward_handles = [register_first(model, BeforeForward(self))]
 
     # ---- replacements of fully_shard's own collectives -------------------------------------------
 
     def _take_over(self) -> None:
-        gather = AllGather(self)
+        gather = AllGather(self.all_gather, self.wait_for_gather)
         stand_in = None
         model = self.model()
         assert model is not None
         self._roots.listen_to(model)
-        if self._replica_group is not None:
-            stand_in = ReplicaGroup(self._replica_group, self)
+        if self._replicas is not None:
+            stand_in = ReplicaGroup(self._replicas.parent, self.all_reduce)
             self._forget = weakref.finalize(self, stand_in.forget)
             self._forget.atexit = False
         for unit in self._all_units:
-            unit.take_over(gather, ReduceScatter(self, unit.number))
+            unit.take_over(gather, ReduceScatter(partial(self.reduce_scatter, unit)))
             fsdp.set_post_backward(unit.group, partial(self.post_backward, unit))
             if stand_in is not None:
                 fsdp.set_replica_group(unit.group, stand_in)
@@ -177,8 +149,8 @@ class ShardedRoad:
             unit.give_back()
             if unit.group is not None:
                 fsdp.set_post_backward(unit.group, None)
-                if self._replica_group is not None:
-                    fsdp.set_replica_group(unit.group, self._replica_group)
+                if self._replicas is not None:
+                    fsdp.set_replica_group(unit.group, self._replicas.parent)
         if self._forget is not None:
             self._forget()
 
@@ -189,8 +161,8 @@ class ShardedRoad:
 
     def post_backward(self, unit: Unit, *unused: Any) -> None:
         """Note that a unit's gradients are complete; ``fully_shard`` reduces them now."""
-        if self._under_way.has(unit.number):  # a module that ran twice: its gradients add up
-            self._under_way.wait(self._step.fail_with)
+        if self._step.is_under_way(unit.number):  # a module that ran twice: its gradients add up
+            self._step.wait_for_exchanges()
         before, self._reducing = self._reducing, unit
         try:
             check_backward()
@@ -203,18 +175,16 @@ class ShardedRoad:
         finally:
             self._reducing = before
 
-    def reduce_scatter(self, number: int, out: Tensor, tensor: Tensor, op: fsdp.ReduceOp) -> None:
+    def reduce_scatter(self, unit: Unit, out: Tensor, tensor: Tensor, op: fsdp.ReduceOp) -> None:
         """Sum a unit's gradients over the shards' ranks.
 
         Raises:
             PeerError: it failed on another rank.
             Exception: the hook raised it.
         """
-        assert self._shard_group is not None
-        unit, attached = self._units[-1 - number], self.shard_attached
-        self._step.before_reduction()
-        step_group = self._step.group_of(self._shard_group)
+        step_group, attached = self._shards, self.shard_attached
         assert step_group is not None
+        self._step.before_reduction()
         group = step_group.group_for(tensor.device)
         scale = unit.scale(op, group.size())
         meter = WireMeter()
@@ -245,8 +215,14 @@ class ShardedRoad:
                 with counting(meter):
                     future = attached.start_on_shards(bucket, where)
                 traffic = meter.traffic(tensor.numel(), tensor.dtype)
-                finish = partial(self._shard_done, attached, unit, memory, traffic)
-                self._under_way.wait_or_add(
+
+                def finish() -> None:
+                    assert isinstance(attached.memory, UnshardedMemory)
+                    if memory is not None:
+                        attached.memory.clear_padding(memory)
+                    self._count(attached, unit, traffic)
+
+                self._step.wait_or_add(
                     Exchange(unit.number, future, where, step_group, finish, out), goes_on
                 )
         except Exception as error:
@@ -254,23 +230,9 @@ class ShardedRoad:
         if self._attached is not None and self._attached is not attached:
             self._attached.stats.bytes_scattered += meter.bytes_sent
 
-    def _shard_done(
-        self,
-        attached: Attached,
-        unit: Unit,
-        memory: BucketMemory | None,
-        traffic: BucketTraffic,
-        _: Any,
-    ) -> None:
-        """Count an exchange that has ended."""
-        assert isinstance(attached.memory, UnshardedMemory)
-        if memory is not None:
-            attached.memory.clear_padding(memory)
-        self._count(attached, unit, traffic)
-
     def _may_go_on(self, unit: Unit, op: object, dtype: torch.dtype, group: StepGroup) -> bool:
         """Whether an exchange may end with the backward: nothing needs its result earlier."""
-        is_last = self._replica_group is None or group.parent is self._replica_group
+        is_last = self._replicas is None or group is self._replicas
         return is_last and not self._has_hooks and fsdp.is_written_last(unit.group, op, dtype)
 
     def all_reduce(self, tensor: Tensor, options: dist.AllreduceOptions) -> None:
@@ -280,15 +242,15 @@ class ShardedRoad:
             PeerError: it failed on another rank.
             Exception: the hook raised it.
         """
-        unit, attached = self._reducing, self._attached
-        assert self._replica_group is not None
-        self._step.before_reduction()
-        step_group = self._step.group_of(self._replica_group)
+        unit, attached, step_group = self._reducing, self._attached, self._replicas
         assert step_group is not None
+        self._step.before_reduction()
         group = step_group.group_for(tensor.device)
         op: Any = options.reduceOp
         try:
-            if unit is None or attached is None or is_plain(attached):
+            # Such a hook does the same as fully_shard without one.
+            is_plain = attached and type(attached.hook) is allreduce and attached.stages.is_empty
+            if unit is None or attached is None or is_plain:
                 note = ring_all_reduce_bytes(tensor_bytes(tensor), group.size())
                 meter = WireMeter()
                 with counting(meter):
@@ -332,7 +294,7 @@ class ShardedRoad:
             bucket, hook_on_bucket(attached.name, unit.number, len(self._units))
         )
 
-        def finish(_: Any) -> None:
+        def finish() -> None:
             result = call.result()
             if call.local is not None:
                 result = attached.stages.after(bucket, result, call.local, call.where)
@@ -342,31 +304,76 @@ class ShardedRoad:
 
         exchange = Exchange(unit.number, call.future, call.where, step_group, finish, tensor)
         goes_on = self._may_go_on(unit, op, tensor.dtype, step_group)
-        self._under_way.wait_or_add(exchange, goes_on)
+        self._step.wait_or_add(exchange, goes_on)
 
     def all_gather(
         self, out: Tensor, tensor: Tensor, group: dist.ProcessGroup
     ) -> torch.futures.Future[Tensor]:
-        """Gather a unit's parameters.
+        """Start to gather parameters, through the codec if there is one.
+
+        Args:
+            out: the parameters of all ranks. Written.
+            tensor: this rank's part.
+            group: the group that gathers.
+
+        Returns:
+            A Future of ``out``, for :meth:`wait_for_gather`.
 
         Raises:
             PeerError: a rank has left the previous step.
         """
-        future, bytes_sent = self._gathers.issue(out, tensor, group)
+        self._step.before_gather()
+        step_group = self._step.group_of(group)
+        inner = group if step_group is None else step_group.group_for(tensor.device)
+        meter = WireMeter()
+        try:
+            # Gathers in a part of the group, of reshard_after_forward=k, send parameters that were
+            # decoded before.
+            if (
+                self._weights is None
+                or tensor.dtype == torch.uint8
+                or group is not self._gather_group
+            ):
+                bytes_sent = tensor_bytes(tensor) * (inner.size() - 1)
+                future = issue_all_gather(tensor, out.view(inner.size(), *tensor.shape), inner)
+            else:
+                spans = spans_of(lambda: f"weights, {self._weights!r}")
+                with counting(meter), active(spans):
+                    future = compressed_all_gather(tensor, self._weights, out=out, group=inner)
+                bytes_sent = meter.bytes_sent
+        except Exception as error:
+            if step_group is None:
+                raise
+            raise self._step.fail_with(error, step_group) from None
         if self._attached is not None:
             self._attached.stats.bytes_gathered += bytes_sent
         return future
 
     def wait_for_gather(self, future: torch.futures.Future[Tensor]) -> None:
-        """Wait for the Future of :meth:`all_gather`."""
-        self._gathers.wait(future)
+        """Wait for the Future of :meth:`all_gather`.
 
-    def _count(self, attached: Attached, unit: Unit, traffic: Any) -> None:
+        Raises:
+            PeerError: it failed on another rank.
+            Exception: it failed on this rank.
+        """
+        step_group = self._step.group_of(self._gather_group)
+        assert step_group is not None
+        try:
+            wait_for(future, step_group)
+        except Exception as error:
+            raise self._step.fail_with(error, step_group) from None
+
+    def _count(self, attached: Attached, unit: Unit, traffic: BucketTraffic) -> None:
         first = attached not in self._counted
         self._counted.append(attached)
         if attached.memory.replays.is_capturing:
             return  # nothing is sent now, and replays are not counted
-        count_unit(attached.stats, unit.number, len(self._units), traffic, first=first)
+        stats, units = attached.stats, len(self._units)
+        # Units whose gradients come later have larger numbers, but some may come first or never.
+        empty = traffic._replace(numel=0, bytes_sent=0, bytes_received=0)
+        while len(stats.buckets) < unit.number:
+            count_bucket(stats, len(stats.buckets), units, empty, first=False)
+        count_bucket(stats, unit.number, units, traffic, first=first)
 
     # ---- steps -----------------------------------------------------------------------------------
 
@@ -384,8 +391,8 @@ class ShardedRoad:
         if self._roots.are_in_backward:
             return
         self._step.end()
-        while self._then:
-            self._then.pop()()
+        if self._then:
+            self._do_then()
 
     def _step_done(self) -> None:
         for attached in self._all_attached():
@@ -439,10 +446,8 @@ class ShardedRoad:
     @attached.setter
     def attached(self, attached: Attached | None) -> None:
         if attached is not None:
-            attached.use_group(self.group, self.device)
-            self._prepare(attached)
-            warn_of_memory(attached)
-        if self._replica_group is None:
+            self._prepare_in(self.group, attached)
+        if self._replicas is None:
             self.shard_attached = attached
         self._attached = attached
         self._step.keeps_apart = attached is not None and attached.keeps_ranks_apart
@@ -451,13 +456,21 @@ class ShardedRoad:
 
     def use_shard_hook(self, attached: Attached) -> None:
         """Let a hook take part in the reduce-scatters, beside the one across replicas."""
-        assert self._shard_group is not None
-        group = self._step.group_of(self._shard_group)
-        assert group is not None
+        assert self._shards is not None
+        self._prepare_in(self._shards, attached)
+        self.shard_attached = attached
+
+    def _prepare_in(self, group: StepGroup, attached: Attached) -> None:
+        """Let a hook communicate through a group, and ask for its memory."""
         attached.use_group(group, self.device)
         self._prepare(attached)
-        warn_of_memory(attached)
-        self.shard_attached = attached
+        lost = attached.memory.error_bytes
+        if lost and isinstance(attached.memory, UnshardedMemory):
+            warn_user(
+                f"torch_commhook: {attached.hook} keeps errors of whole gradients, "
+                f"{lost / 2**20:.1f} MiB on each rank, which do not shrink with the number of "
+                "shards; on a mesh of two dimensions it keeps errors of a shard only"
+            )
 
     def _prepare(self, attached: Attached) -> None:
         """Let a hook ask for its memory of all parameters before the first step."""
@@ -472,19 +485,20 @@ class ShardedRoad:
     @property
     def group(self) -> StepGroup:
         """The group through which the hook communicates: across replicas, or among shards."""
-        parent = self._shard_group if self._replica_group is None else self._replica_group
-        assert parent is not None
-        group = self._step.group_of(parent)
+        group = self._replicas or self._shards
         assert group is not None
         return group
 
     def check_fits(self, attached: Attached) -> None:
-        """Refuse a hook that does not support a sharded model."""
         check_fits(attached, "HookHandle.replace")
 
     def agree(self, what: str, error: Exception | None, settings: dict[str, object]) -> None:
         """Raise on all ranks of the mesh if one fails or settings differ; as :func:`agree`."""
-        of_all, of_shard = settings_by_ranks(self._memory, settings)
+        memory, of_all, of_shard = self._memory, dict(settings), {}
+        choices = "the state's choices"  # which only the replicas of a shard share
+        if choices in settings and isinstance(memory, ReplicaMemory):
+            name = f"{choices} for shard {memory.shard[0]} of part {memory.part[0]}"
+            of_shard = {name: of_all.pop(choices)}
         agree_across(self.parents, what, error, of_all, of_shard)
 
     @property
@@ -494,10 +508,6 @@ class ShardedRoad:
     @property
     def _memory(self) -> HookMemory | None:
         return None if self._attached is None else self._attached.memory
-
-    @property
-    def is_alive(self) -> bool:
-        return not self._closed and self.model() is not None
 
     @property
     def is_closing(self) -> bool:
@@ -510,7 +520,6 @@ class ShardedRoad:
 
     @property
     def replica(self) -> ShardedReplica:
-        """This rank's part of a copy of the model."""
         return ShardedReplica(self._step, self.group, self._units, self.device)
 
     def memory_loaded(self, buckets: list[list[str]]) -> None:
@@ -518,15 +527,9 @@ class ShardedRoad:
         for attached in self._all_attached():
             self._prepare(attached)
 
-    def after_backward(self, then: Callable[[], None]) -> None:
-        if self.is_closing:
-            self._then.append(then)
-        else:
-            then()
-
     def no_sync(self) -> AbstractContextManager[None]:
         """Let gradients accumulate in a block; as ``set_requires_gradient_sync(False)``."""
-        return without_reductions(self._units)
+        return fsdp.without_reductions([unit.group for unit in self._units])
 
     def join(self) -> NoReturn:
         raise RuntimeError(
@@ -544,6 +547,9 @@ class ShardedRoad:
             self._roots.reset()
         self._give_back()
         self.shard_attached = None
-        if not self._roots.are_unfinished:  # otherwise the backward's end drops them
-            self._gathers.drop_restored(self._all_units)
+        # Parameters that the codec has decoded; otherwise the backward's end drops them.
+        if self._weights is not None and not self._roots.are_unfinished:
+            for unit in self._all_units:
+                if unit.group is not None:
+                    fsdp.drop_whole(unit.group)
         self.after_backward(self._stop)

@@ -1,4 +1,4 @@
-"""The steps of a sharded model: its groups, roots, gathers of parameters, and copies of it.
+"""The steps of a sharded model: its groups, its roots, and copies of it.
 
 The process groups of a mesh take a step together. If one fails, its rank also closes the others.
 The parameters of the next forward are then gathered through new channels. If ``local_sgd`` keeps
@@ -22,18 +22,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_commhook import _C
-from torch_commhook.attachment.road import is_on_any_rank
+from torch_commhook.attachment.road import Replica, is_on_any_rank
 from torch_commhook.attachment.sharded import fsdp
 from torch_commhook.attachment.sharded.unit import Unit
-from torch_commhook.codecs.base import Codec
-from torch_commhook.collectives.compressed_chunks import compressed_all_gather
-from torch_commhook.collectives.issuing import issue_all_gather
-from torch_commhook.metrics import WireMeter, counting, tensor_bytes
-from torch_commhook.spans import active, spans_of
 from torch_commhook.step.attached_hook import DRAIN_SECONDS
 from torch_commhook.step.step_group import RunningBackward, StepGroup
 
-# ---- exchanges of gradients that run while the backward continues --------------------------------
+# ---- collectives that fully_shard requests, and exchanges that run while the backward continues --
+
+
+def wait_for(future: torch.futures.Future[Tensor], group: StepGroup) -> None:
+    """Wait for a collective that ``fully_shard`` has requested.
+
+    Raises:
+        Exception: it failed, or did not end within the group's timeout.
+    """
+    _C.wait_for_result(future, "a collective of fully_shard", group.timeout.total_seconds())
+    future.wait()
 
 
 @dataclass
@@ -53,7 +58,7 @@ class Exchange:
     future: torch.futures.Future[Any]
     where: str
     group: StepGroup
-    finish: Callable[[Any], None]
+    finish: Callable[[], None]
     target: torch.Tensor
 
     def wait(self) -> None:
@@ -63,57 +68,8 @@ class Exchange:
             Exception: it failed.
         """
         _C.wait_for_result(self.future, self.where, self.group.timeout.total_seconds())
-        self.finish(self.future.wait())
-
-
-class UnderWay:
-    """The exchanges of a backward that nobody has waited for yet, in order."""
-
-    def __init__(self) -> None:
-        self._exchanges: list[Exchange] = []
-
-    def wait_or_add(self, exchange: Exchange, goes_on: bool) -> None:
-        """Let an exchange continue, or wait for it.
-
-        Raises:
-            Exception: it failed.
-        """
-        if goes_on:
-            self._exchanges.append(exchange)
-        else:
-            exchange.wait()
-
-    def has(self, unit: int) -> bool:
-        """Whether an exchange of a unit is running."""
-        return any(exchange.unit == unit for exchange in self._exchanges)
-
-    def wait(self, failed: Callable[[Exception, StepGroup], BaseException]) -> None:
-        """Wait for all exchanges.
-
-        Args:
-            failed: returns the error to raise for an error in a group.
-
-        Raises:
-            Exception: one failed. The others' results are not written.
-        """
-        while self._exchanges:
-            exchange = self._exchanges.pop(0)
-            try:
-                exchange.wait()
-            except Exception as error:
-                exchange.target.fill_(math.nan)
-                explained = failed(error, exchange.group)
-                self.drop()
-                raise explained from None
-
-    def drop(self) -> None:
-        """Wait for the exchanges of a failed step, and write NaN."""
-        deadline = time.monotonic() + DRAIN_SECONDS
-        while self._exchanges:
-            exchange = self._exchanges.pop(0)
-            with suppress(Exception):  # a consequence of the failure
-                _C.wait_for(exchange.future, max(deadline - time.monotonic(), 0.0))
-            exchange.target.fill_(math.nan)
+        self.future.wait()
+        self.finish()
 
 
 # ---- the process groups of a sharded model, and the steps that they take together ----------------
@@ -141,10 +97,11 @@ class ShardedStep:
             the same point, in the same order.
         replicas: the one of them with the replicas of this rank's shards, or None.
         on_begin: called when a step begins.
-        under_way: the exchanges to wait for when a step ends on this rank.
         on_end: called when all ranks have done a step.
 
     Attributes:
+        in_replica: the groups within this rank's replica.
+        is_open: whether a backward that reduces gradients is running.
         has_failed: whether the last backward failed, and the model has not run since.
         keeps_apart: whether replicas are apart.
     """
@@ -154,53 +111,42 @@ class ShardedStep:
         parents: Sequence[dist.ProcessGroup],
         replicas: dist.ProcessGroup | None,
         on_begin: Callable[[], None],
-        under_way: UnderWay,
         on_end: Callable[[], None],
     ) -> None:
-        self._groups = [(parent, StepGroup(parent)) for parent in parents]
+        self._groups = {parent: StepGroup(parent) for parent in parents}
         others = set() if replicas is None else set(dist.get_process_group_ranks(replicas))
-        self._in_replica = [
+        self.in_replica = [
             group
-            for parent, group in self._groups
+            for parent, group in self._groups.items()
             if len(others.intersection(dist.get_process_group_ranks(parent))) <= 1
         ]
         self._taking_part: list[StepGroup] = []  # in the open step
         self._in_exchange = False
         self._on_begin = on_begin
-        self._under_way = under_way
+        self._under_way: list[Exchange] = []  # that nobody has waited for yet, in order
         self._on_end = on_end
         self._backward: RunningBackward | None = None
-        self._is_open = False
+        self.is_open = False
         self.has_failed = False
         self.keeps_apart = False
 
     @property
-    def is_open(self) -> bool:
-        """Whether a backward that reduces gradients is running."""
-        return self._is_open
-
-    @property
     def parents(self) -> list[dist.ProcessGroup]:
         """The process groups for which these were made."""
-        return [parent for parent, _ in self._groups]
+        return list(self._groups)
 
     @property
     def groups(self) -> list[StepGroup]:
         """The groups of all parents."""
-        return [group for _, group in self._groups]
-
-    @property
-    def in_replica(self) -> list[StepGroup]:
-        """The groups within this rank's replica."""
-        return self._in_replica
+        return list(self._groups.values())
 
     @property
     def _of_a_backward(self) -> list[StepGroup]:
-        return self._in_replica if self.keeps_apart else self.groups
+        return self.in_replica if self.keeps_apart else self.groups
 
-    def group_of(self, parent: dist.ProcessGroup) -> StepGroup | None:
+    def group_of(self, parent: dist.ProcessGroup | None) -> StepGroup | None:
         """The group for a process group; None if it is not one of the model's."""
-        return next((group for each, group in self._groups if each is parent), None)
+        return None if parent is None else self._groups.get(parent)
 
     def before_reduction(self) -> None:
         """Note that a backward reduces gradients: its first reduction begins the step.
@@ -209,12 +155,12 @@ class ShardedStep:
             RuntimeError, PeerError: as :meth:`StepGroup.begin`.
         """
         backward = RunningBackward()
-        if self._is_open and not backward.has_left(self._backward):
+        if self.is_open and not backward.has_left(self._backward):
             return
-        self._is_open = False
+        self.is_open = False
         self._begin(self._of_a_backward)
         self._backward = backward
-        self._is_open = True
+        self.is_open = True
         self._on_begin()
 
     def _begin(self, groups: list[StepGroup]) -> None:
@@ -239,10 +185,10 @@ class ShardedStep:
                 "torch_commhook: replicas cannot be averaged inside backward(); call "
                 "optimizer.step() after it"
             )
-        if self._is_open:
+        if self.is_open:
             self.fail(LEFT)
         self._in_exchange = True
-        self._begin(self._in_replica if in_replica else self.groups)
+        self._begin(self.in_replica if in_replica else self.groups)
 
     def end_exchange(self) -> None:
         """End an exchange that succeeded on this rank, together with all ranks.
@@ -263,7 +209,7 @@ class ShardedStep:
         Raises:
             RuntimeError, PeerError: as :meth:`StepGroup.connect`.
         """
-        if self._is_open and not is_in_backward():
+        if self.is_open and not is_in_backward():
             self.fail(LEFT)
         for group in self._of_a_backward:
             group.connect()
@@ -274,12 +220,50 @@ class ShardedStep:
         Raises:
             PeerError: it failed on another rank.
         """
-        if not self._is_open:  # it has failed
+        if not self.is_open:  # it has failed
             return
-        self._under_way.wait(self.fail_with)
+        self.wait_for_exchanges()
         self._end()
-        self._is_open = False
+        self.is_open = False
         self._on_end()
+
+    def wait_or_add(self, exchange: Exchange, goes_on: bool) -> None:
+        """Let an exchange continue, or wait for it.
+
+        Raises:
+            Exception: it failed.
+        """
+        if goes_on:
+            self._under_way.append(exchange)
+        else:
+            exchange.wait()
+
+    def is_under_way(self, unit: int) -> bool:
+        """Whether an exchange of a unit is running."""
+        return any(exchange.unit == unit for exchange in self._under_way)
+
+    def wait_for_exchanges(self) -> None:
+        """Wait for all exchanges.
+
+        Raises:
+            Exception: one failed. The others' results are not written.
+        """
+        while self._under_way:
+            exchange = self._under_way.pop(0)
+            try:
+                exchange.wait()
+            except Exception as error:
+                exchange.target.fill_(math.nan)
+                raise self.fail_with(error, exchange.group) from None
+
+    def _drop_exchanges(self) -> None:
+        """Wait for the exchanges of a failed step, and write NaN."""
+        deadline = time.monotonic() + DRAIN_SECONDS
+        while self._under_way:
+            exchange = self._under_way.pop(0)
+            with suppress(Exception):  # a consequence of the failure
+                _C.wait_for(exchange.future, max(deadline - time.monotonic(), 0.0))
+            exchange.target.fill_(math.nan)
 
     def _end(self) -> None:
         for group in self._taking_part:
@@ -308,15 +292,15 @@ class ShardedStep:
         """Make all ranks leave this step, and send them the reason; as :meth:`StepGroup.fail`."""
         groups = self._failing
         self.has_failed = self.has_failed or not self._in_exchange
-        self._is_open = self._in_exchange = False
+        self.is_open = self._in_exchange = False
         for group in groups:
             group.fail(reason)
-        self._under_way.drop()
+        self._drop_exchanges()
 
     @property
     def _failing(self) -> list[StepGroup]:
         """The groups of the open step, or of the step that a gather belongs to."""
-        return self._taking_part if self._is_open or self._in_exchange else self._of_a_backward
+        return self._taking_part if self.is_open or self._in_exchange else self._of_a_backward
 
     def close(self) -> None:
         """Close the groups."""
@@ -324,97 +308,10 @@ class ShardedStep:
             group.close()
 
 
-# ---- all-gathers of a sharded model's parameters -------------------------------------------------
-
-
-def wait_for(future: torch.futures.Future[Tensor], group: StepGroup) -> None:
-    """Wait for a collective that ``fully_shard`` has requested.
-
-    Raises:
-        Exception: it failed, or did not end within the group's timeout.
-    """
-    _C.wait_for_result(future, "a collective of fully_shard", group.timeout.total_seconds())
-    future.wait()
-
-
-class Gathers:
-    """Gathers parameters, through a codec if there is one.
-
-    Args:
-        step: the model's step, with its groups.
-        weights: the codec; None gathers parameters uncompressed.
-        group: the shards' group, in which gathers use the codec. ``reshard_after_forward=k`` also
-            gathers in parts of it; these send parameters that were decoded before.
-    """
-
-    def __init__(
-        self, step: ShardedStep, weights: Codec | None, group: dist.ProcessGroup | None
-    ) -> None:
-        self._step = step
-        self._weights = weights
-        self._group = group
-
-    def issue(
-        self, out: Tensor, tensor: Tensor, group: dist.ProcessGroup
-    ) -> tuple[torch.futures.Future[Tensor], int]:
-        """Start to gather parameters.
-
-        Args:
-            out: the parameters of all ranks. Written.
-            tensor: this rank's part.
-            group: the group that gathers.
-
-        Returns:
-            A Future of ``out``, and the number of bytes that this rank sends.
-
-        Raises:
-            PeerError: a rank has left the previous step.
-        """
-        self._step.before_gather()
-        step_group = self._step.group_of(group)
-        inner = group if step_group is None else step_group.group_for(tensor.device)
-        try:
-            if self._weights is None or tensor.dtype == torch.uint8 or group is not self._group:
-                rows = out.view(inner.size(), *tensor.shape)
-                sent = tensor_bytes(tensor) * (inner.size() - 1)
-                return issue_all_gather(tensor, rows, inner), sent
-            meter = WireMeter()
-            with counting(meter), active(spans_of(lambda: f"weights, {self._weights!r}")):
-                future = compressed_all_gather(tensor, self._weights, out=out, group=inner)
-        except Exception as error:
-            raise self._failed(error, step_group) from None
-        return future, meter.bytes_sent
-
-    def wait(self, future: torch.futures.Future[Tensor]) -> None:
-        """Wait for the Future of :meth:`issue`.
-
-        Raises:
-            PeerError: it failed on another rank.
-            Exception: it failed on this rank.
-        """
-        assert self._group is not None
-        step_group = self._step.group_of(self._group)
-        assert step_group is not None
-        try:
-            wait_for(future, step_group)
-        except Exception as error:
-            raise self._failed(error, step_group) from None
-
-    def drop_restored(self, units: Sequence[Unit]) -> None:
-        """Drop parameters that a codec has decoded and that are whole since a forward."""
-        if self._weights is not None:
-            for unit in units:
-                if unit.group is not None:
-                    fsdp.drop_whole(unit.group)
-
-    def _failed(self, error: Exception, at: StepGroup | None) -> BaseException:
-        return error if at is None else self._step.fail_with(error, at)
-
-
 # ---- this rank's part of a copy of a sharded model, for a hook that keeps copies apart -----------
 
 
-class ShardedReplica:
+class ShardedReplica(Replica):
     """A rank's shards of a copy of a model. The hook's memory includes their padding.
 
     Args:
@@ -430,21 +327,16 @@ class ShardedReplica:
         self, step: ShardedStep, group: StepGroup, units: Sequence[Unit], device: torch.device
     ) -> None:
         self._step = step
-        self._group = group
+        self.group = group
         self._units = units
         self._device = device
-
-    @property
-    def group(self) -> StepGroup:
-        return self._group
 
     def references(self) -> list[Callable[[], Tensor | None]]:
         return [reference for unit in self._units for reference in unit.references()]
 
-    def find(self, names: Sequence[str]) -> dict[str, Tensor]:
+    def _named(self) -> dict[str, Tensor]:
         living = [unit for unit in self._units if unit.group is not None]
-        every = dict(pair for unit in living for pair in unit.named_shards())
-        return {name: every[name] for name in names if name in every}
+        return dict(pair for unit in living for pair in unit.named_shards())
 
     def drop_copies(self) -> None:
         for unit in self._units:
@@ -457,14 +349,14 @@ class ShardedReplica:
         self._step.end_exchange()
 
     def fail_with(self, error: BaseException) -> BaseException:
-        return self._step.fail_exchange(error, self._group)
+        return self._step.fail_exchange(error, self.group)
 
     def on_any_rank(self, value: bool) -> bool:
         return is_on_any_rank(value, self._step.groups, self._device)
 
     def share_failure(self, failure: BaseException | None) -> BaseException | None:
         self._step.begin_exchange(in_replica=True)
-        has_failed, at = failure is not None, self._group
+        has_failed, at = failure is not None, self.group
         all_know = False  # that a part has failed
         try:
             # A value: an error of this call must not look like the failure of a part.

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,29 +28,8 @@ from torch_commhook.process_group.wrapper import WrapperProcessGroup
 _numbers = itertools.count()
 
 
-class _Listener(Protocol):
-    """Communicates for a model."""
-
-    def reduce_scatter(self, number: int, out: Tensor, tensor: Tensor, op: fsdp.ReduceOp) -> None:
-        """Sum gradients of parameter group ``number``."""
-
-    def all_gather(
-        self, out: Tensor, tensor: Tensor, group: dist.ProcessGroup
-    ) -> torch.futures.Future[Tensor]:
-        """Gather parameters."""
-
-    def wait_for_gather(self, future: torch.futures.Future[Tensor]) -> None:
-        """Wait for the Future of :meth:`all_gather`."""
-
-    def all_reduce(self, tensor: Tensor, options: dist.AllreduceOptions) -> None:
-        """Average gradients across replicas."""
-
-
 class _Communication:
     """Allocates from PyTorch's allocator, as ``fully_shard`` does by default."""
-
-    def __init__(self, listener: _Listener) -> None:
-        self._listener = listener
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for a collective."""
@@ -59,11 +37,15 @@ class _Communication:
 
 
 class ReduceScatter(_Communication):
-    """The reduce-scatter of one group of parameters."""
+    """The reduce-scatter of one group of parameters.
 
-    def __init__(self, listener: _Listener, number: int) -> None:
-        super().__init__(listener)
-        self._number = number
+    Args:
+        reduce: sums gradients into an output, and waits: on the CPU for the result, else on the
+            stream.
+    """
+
+    def __init__(self, reduce: Callable[[Tensor, Tensor, fsdp.ReduceOp], None]) -> None:
+        self._reduce = reduce
 
     def __call__(
         self,
@@ -73,12 +55,24 @@ class ReduceScatter(_Communication):
         op: fsdp.ReduceOp,
         async_op: bool = False,
     ) -> None:
-        """Delegate to the listener, and wait: on the CPU for the result, else on the stream."""
-        self._listener.reduce_scatter(self._number, output_tensor, input_tensor, op)
+        self._reduce(output_tensor, input_tensor, op)
 
 
 class AllGather(_Communication):
-    """The all-gather of parameters."""
+    """The all-gather of parameters.
+
+    Args:
+        issue: starts to gather parameters into an output; returns a Future.
+        wait: waits for that Future, and handles failures.
+    """
+
+    def __init__(
+        self,
+        issue: Callable[[Tensor, Tensor, dist.ProcessGroup], torch.futures.Future[Tensor]],
+        wait: Callable[[torch.futures.Future[Tensor]], None],
+    ) -> None:
+        self._issue = issue
+        self._wait = wait
 
     def __call__(
         self,
@@ -87,26 +81,29 @@ class AllGather(_Communication):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Any:
-        """Delegate to the listener.
+        """Start to gather.
 
         Returns:
             A Work, also without ``async_op``: all-gathers ahead of their use then overlap the
             computation, on the CPU as well.
         """
-        future = self._listener.all_gather(output_tensor, input_tensor, group)
-        return _GatherWork(self._listener, future)
+        return _GatherWork(self._issue(output_tensor, input_tensor, group), self._wait)
 
 
 class _GatherWork(Work):
-    """The Work of an all-gather; lets the listener wait and handle failures."""
+    """The Work of an all-gather."""
 
-    def __init__(self, listener: _Listener, future: torch.futures.Future[Tensor]) -> None:
+    def __init__(
+        self,
+        future: torch.futures.Future[Tensor],
+        wait: Callable[[torch.futures.Future[Tensor]], None],
+    ) -> None:
         super().__init__()
-        self._listener = listener
         self._future = future
+        self._wait = wait
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        self._listener.wait_for_gather(self._future)
+        self._wait(self._future)
         return True
 
     def get_future(self) -> torch.futures.Future[Tensor]:
@@ -114,12 +111,21 @@ class _GatherWork(Work):
 
 
 class ReplicaGroup(WrapperProcessGroup):
-    """Replaces a mesh's group across replicas, on which ``fully_shard`` calls all-reduce."""
+    """Replaces a mesh's group across replicas, on which ``fully_shard`` calls all-reduce.
 
-    def __init__(self, parent: dist.ProcessGroup, listener: _Listener) -> None:
+    Args:
+        parent: the mesh's group.
+        all_reduce: a method that averages gradients across replicas.
+    """
+
+    def __init__(
+        self,
+        parent: dist.ProcessGroup,
+        all_reduce: Callable[[Tensor, dist.AllreduceOptions], None],
+    ) -> None:
         super().__init__(parent)
         # torch.distributed keeps the group, which must not keep the model's memory.
-        self._listener = weakref.ref(listener)
+        self._all_reduce = weakref.WeakMethod(all_reduce)
         # Registered with torch.distributed: its functions ask for the backend of a failed group.
         register(self, f"{group_name(parent)}/replicas{next(_numbers)}")
 
@@ -140,9 +146,9 @@ class ReplicaGroup(WrapperProcessGroup):
         if operation != "allreduce":
             return super().run_collective(operation, arguments, keywords)
         tensors, options = arguments
-        listener = self._listener()
-        assert listener is not None
-        listener.all_reduce(tensors[0], options)
+        all_reduce = self._all_reduce()
+        assert all_reduce is not None
+        all_reduce(tensors[0], options)
         return completed(tensors)
 
 
@@ -297,22 +303,4 @@ def process_groups(units: list[Unit]) -> list[dist.ProcessGroup]:
     Includes those of tensor parallelism: ranks with other columns of a parameter must also leave a
     failed step.
     """
-    found: list[dist.ProcessGroup] = []
-    for unit in units:
-        for group in fsdp.axes(unit.group):
-            if all(group is not one for one in found):
-                found.append(group)
-    return found
-
-
-@contextmanager
-def without_reductions(units: Sequence[Unit]) -> Iterator[None]:
-    """Let units reduce no gradients inside the block."""
-    before = [(unit.group, fsdp.sync_flags(unit.group)) for unit in units]
-    for group, _ in before:
-        fsdp.set_sync_flags(group, (False, False))
-    try:
-        yield
-    finally:
-        for group, flags in before:
-            fsdp.set_sync_flags(group, flags)
+    return list(dict.fromkeys(group for unit in units for group in fsdp.axes(unit.group)))
