@@ -17,7 +17,7 @@ from local_training import MEAN, ROADS, attached, train
 from on_ranks import on_processes
 
 from torch_commhook import hooks
-from torch_commhook.attachment.training_state import _local_steps
+from torch_commhook.attachment.road import _local_steps
 from torch_commhook.hooks import local_sgd
 
 pytestmark = pytest.mark.usefixtures("no_hook_on_optimizers_left")

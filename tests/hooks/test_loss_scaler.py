@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import attach, hooks
-from torch_commhook.attachment import training_state
+from torch_commhook.attachment import road
 from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.memory.watches import JumpWatch
 
@@ -184,12 +184,12 @@ def test_nothing_is_said_of_another_models_scaler(caplog: pytest.LogCaptureFixtu
 
 def test_nobody_looks_for_scalers_once_hooks_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     # Without other tests' hooks.
-    monkeypatch.setattr(training_state, "roads", WeakKeyDictionary())
-    monkeypatch.setattr(training_state, "_handles", [])
+    monkeypatch.setattr(road, "roads", WeakKeyDictionary())
+    monkeypatch.setattr(road, "_handles", [])
     _, handle = attached("module", parse_hook("error_feedback(sign())"))
-    assert training_state._handles
+    assert road._handles
     handle.remove()
-    assert not training_state._handles
+    assert not road._handles
 
 
 def _graphs_of_step(hook: str) -> int:

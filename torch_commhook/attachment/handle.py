@@ -20,8 +20,14 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_commhook import _C
 from torch_commhook.attachment.parameters import claim, release
-from torch_commhook.attachment.road import Road, compared_settings, road_in_use, roads
-from torch_commhook.attachment.training_state import stop_watching_optimizers, watch_optimizers
+from torch_commhook.attachment.road import (
+    Road,
+    compared_settings,
+    road_in_use,
+    roads,
+    stop_watching_optimizers,
+    watch_optimizers,
+)
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.agreement import gather_along

@@ -26,11 +26,10 @@ from torch_commhook.attachment.parameter_exchange import (
     ParameterExchange,
     RepeatableExchange,
 )
-from torch_commhook.attachment.road import Replica, Road
+from torch_commhook.attachment.road import Replica, Road, stop_watching_optimizers
 from torch_commhook.attachment.training_state import (
     BeforeForward,
     register_first,
-    stop_watching_optimizers,
 )
 from torch_commhook.hooks.local_sgd import local_sgd, precise
 from torch_commhook.memory.bucket_memory import BucketMemory

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import logging
 import re
+import sys
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,15 +18,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from torch_commhook import __version__, collectives
+from torch_commhook.autograd.registration import is_inside
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.agreement import agree
 from torch_commhook.hooks import __name__ as hooks_module
 from torch_commhook.hooks.base import Hook
+from torch_commhook.native.runtime import left_to_python
 from torch_commhook.step.attached_hook import Attached
+from torch_commhook.step.stages import check_not_in_backward, is_in_backward
 from torch_commhook.step.step_group import StepGroup
 
 if TYPE_CHECKING:  # it imports the compiler
@@ -232,6 +245,175 @@ def road_in_use(first: Road) -> Road:
         first: the model's first road; another may have replaced it.
     """
     return first if first.successor is None else first.successor
+
+
+# ---- hooks on all optimizers, while hooks are attached -------------------------------------------
+#
+# An optimizer reports its steps only to hooks, of one optimizer or of all. One hook refuses steps
+# inside backward, and finds scalers that no attached hook knows: a scaler of mixed precision is
+# among the callers of the optimizer's step(). This costs a few microseconds per step. Two more
+# hooks, with local steps, count steps. An optimizer may consist of others, and step by their steps;
+# only the outer step counts then.
+
+
+_log = logging.getLogger(__name__)
+
+_OPTIMIZER_FILE = register_optimizer_step_pre_hook.__code__.co_filename
+#: The scaler's methods, one of which calls an optimizer's ``step()``.
+_STEPS = frozenset(
+    method.__code__
+    for method in (GradScaler.step, getattr(GradScaler, "_maybe_opt_step", None))
+    if method is not None
+)
+#: Functions between these and the optimizer's hooks: wrappers of ``step()``, such as a scheduler's.
+_MOST_FRAMES = 16
+
+_handles: list[RemovableHandle] = []
+_counting_handles: list[RemovableHandle] = []
+
+
+class _Begun(threading.local):
+    """The optimizers of this thread whose steps have begun and not ended, or have raised."""
+
+    def __init__(self) -> None:
+        self.optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+
+
+_begun = _Begun()
+
+
+def _attached() -> list[Attached]:
+    """The attached hooks, in an order that is the same on all ranks."""
+    models = [reference() for reference in roads.keyrefs()]  # other threads may attach hooks
+    found = [roads.get(model) for model in models if model is not None]
+    hooks = [road_in_use(first).attached for first in found if first is not None]
+    return [attached for attached in hooks if attached is not None]
+
+
+def _local_steps() -> list[Any]:
+    """The :class:`LocalSteps` of the attached hooks that have them, in order."""
+    return [each.local_steps for each in _attached() if each.local_steps is not None]
+
+
+def watch_optimizers(attached: Attached) -> None:
+    """Watch the optimizers of an attached hook's parameters; local steps count their steps.
+
+    A step inside backward, before the gradients are averaged, raises a RuntimeError. A scaler that
+    the hook should know and does not gets one warning in the log. Local steps warn at the end of
+    the process if the ranks' parameters differ.
+    """
+    attached.lacks_scaler = attached.minds_scale and not attached.follows_scale
+    # Of a freed model with an attached hook.
+    weakref.finalize(attached, stop_watching_optimizers).atexit = False
+    if not _handles:
+        _handles.append(register_optimizer_step_pre_hook(_check_step))
+    if attached.local_steps is None:
+        return
+    atexit.unregister(_at_exit)
+    atexit.register(_at_exit)
+    if not _counting_handles:
+        # Compilers must not trace when a rank sends messages.
+        before, after = map(torch.compiler.disable, (_before_step, _after_step))
+        _counting_handles.append(register_optimizer_step_pre_hook(before))
+        _counting_handles.append(register_optimizer_step_post_hook(after))
+
+
+@left_to_python
+def stop_watching_optimizers() -> None:
+    """Remove hooks from all optimizers, if no attached hook needs them."""
+    if is_inside(_OPTIMIZER_FILE):
+        return  # the garbage collector calls this while an optimizer iterates over its hooks
+    while _counting_handles and not _local_steps():
+        _counting_handles.pop().remove()
+    while _handles and not _attached():
+        _handles.pop().remove()
+
+
+def _at_exit() -> None:
+    if getattr(sys, "last_value", None) is not None:
+        return  # an exception has ended the program; its traceback suffices
+    for steps in _local_steps():
+        steps.warn_if_apart("was still attached when the process ended,")
+
+
+@left_to_python
+def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    in_backward = is_in_backward()
+    # A compiler that traces step() would break its graph below.
+    looks = not torch.compiler.is_compiling() and any(each.lacks_scaler for each in _attached())
+    if not in_backward and not (looks and _scaler_calls()):
+        return
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    for attached in _attached():
+        if not attached.memory.store.has_any_of(own):
+            continue
+        if in_backward:
+            check_not_in_backward(attached.name)
+        elif attached.lacks_scaler:
+            attached.lacks_scaler = False
+            attached.memory.jump_watch = None
+            _log.warning(
+                "hook '%s' was not told of the GradScaler that scales its gradients: %s; use "
+                "attach(model, hook, scaler=scaler)",
+                attached.name,
+                "its error memory is in units of the old scale when the scale changes"
+                if attached.keeps_error
+                else "it clips by the norm of scaled gradients",
+            )
+
+
+def _scaler_calls() -> bool:
+    """Whether a scaler is calling the optimizer's step()."""
+    frame: Any = sys._getframe(2)
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            return False
+        if frame.f_code in _STEPS:
+            return bool(frame.f_locals["self"].is_enabled())
+        frame = frame.f_back
+    return False
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> frozenset[int]:
+    return frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    _begun.optimizers.append(weakref.ref(optimizer))
+    parameters = _parameters_of(optimizer)
+    for steps in _local_steps():
+        steps.before_optimizer_step(optimizer, parameters)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    parameters = _parameters_of(optimizer)
+    if _is_part_of_a_step(optimizer, parameters):
+        return
+    every = _local_steps()
+    # A failed exchange must not keep others from counting.
+    for steps in every:
+        steps.count_optimizer_step(parameters)
+    for steps in every:
+        steps.after_optimizer_step(parameters)
+
+
+def _is_part_of_a_step(optimizer: torch.optim.Optimizer, parameters: frozenset[int]) -> bool:
+    """Whether this step is part of the step of another optimizer with the same parameters."""
+    others = [other for other in (ref() for ref in _begun.optimizers) if other is not None]
+    others = [other for other in others if other is not optimizer and _is_stepping(other)]
+    _begun.optimizers = [weakref.ref(other) for other in others]
+    return any(not _parameters_of(other).isdisjoint(parameters) for other in others)
+
+
+def _is_stepping(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a method of the optimizer is on the call stack. A step that raised never ends."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        code = frame.f_code
+        if code.co_name == "step" and frame.f_locals.get("self") is optimizer:
+            return True
+    return False
 
 
 # ---- the parts of a hook that must be the same on all ranks --------------------------------------
