@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_commhook.cli.place import Place
+from torch_commhook.cli.launch_environment import Place
 from torch_commhook.cli.text_model import TextData, read_text, split_text
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.cli.train_rank import Run, prepare, train_step
@@ -242,8 +242,8 @@ def main(path: Path, place: Place) -> None:
 if __name__ == "__main__":
     import os
 
+    from torch_commhook.cli.launch_environment import read_place
     from torch_commhook.cli.launcher import finish
-    from torch_commhook.cli.place import read_place
 
     found = read_place(os.environ)
     if found is None or len(sys.argv) != 2:

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from link_rank import PYTORCH, Alone, carried
 
+from torch_commhook.cli.launch_environment import Place, read_place
 from torch_commhook.cli.launcher import finish
-from torch_commhook.cli.place import Place, read_place
 from torch_commhook.cli.text_model import ByteTransformer, TextData, read_text, split_text
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.cli.train_rank import (

@@ -117,7 +117,7 @@ def bucket_label(index: int, hook: str) -> str:
     return f"bucket {index}, {hook}"
 
 
-def continued(function: Callable[P, T]) -> Callable[P, T]:
+def with_spans(function: Callable[P, T]) -> Callable[P, T]:
     """Wrap a callback of other threads, so that this thread's profiler sees its work."""
     spans = current_spans()
     if spans is None:

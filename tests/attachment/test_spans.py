@@ -294,7 +294,7 @@ def test_nothing_is_done_without_a_profiler() -> None:
         raise AssertionError("nobody may ask for the label")
 
     assert spans.spans_of(label) is None
-    assert spans.continued(label) is label
+    assert spans.with_spans(label) is label
 
 
 def test_a_span_may_outlive_the_profiler() -> None:
@@ -307,7 +307,7 @@ def test_a_span_may_outlive_the_profiler() -> None:
             for each in (future, other):
                 with spans.on_the_wire() as span:
                     assert span.until(each) is each
-            callback = spans.continued(lambda: torch.ones(3).sum())
+            callback = spans.with_spans(lambda: torch.ones(3).sum())
     thread = threading.Thread(target=lambda: future.set_result(callback()))
     thread.start()
     thread.join()

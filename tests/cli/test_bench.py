@@ -15,7 +15,7 @@ from torch_commhook.cli.bench import measurements as bench_hooks
 from torch_commhook.cli.bench import rank
 from torch_commhook.cli.bench.measurements import LINK_SIZES, LinkPart, measure_link_part
 from torch_commhook.cli.bench.options import BASELINE, PARTS, parse_options
-from torch_commhook.cli.place import Place
+from torch_commhook.cli.launch_environment import LaunchEnvironment
 from torch_commhook.planning import LinkFile, MeasuredLink
 from torch_commhook.planning.link import CollectiveTime, HookTime, LinkFigures, Message
 from torch_commhook.planning.wire import Wire
@@ -125,7 +125,7 @@ def test_parts_share_the_time() -> None:
 
 
 def test_the_world_that_is_there(capsys: pytest.CaptureFixture[str]) -> None:
-    place = Place(rank=0, size=4, local_rank=0, local_size=2)
+    place = LaunchEnvironment(rank=0, size=4, local_rank=0, local_size=2)
     assert parse_options([], place).ranks == 4
     with pytest.raises(SystemExit):
         parse_options(["--ranks", "2"], place)

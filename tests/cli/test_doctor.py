@@ -27,8 +27,8 @@ from torch_commhook.cli.doctor import CHECKS, build, network
 from torch_commhook.cli.doctor.build import architectures, serves
 from torch_commhook.cli.doctor.meeting import Meeting, Settings
 from torch_commhook.cli.doctor.network import by_device
+from torch_commhook.cli.launch_environment import LaunchEnvironment
 from torch_commhook.cli.main import main
-from torch_commhook.cli.place import Place
 
 Find = Callable[..., dict[str, Any]]
 
@@ -419,7 +419,7 @@ def test_threads_and_processors(
 ) -> None:
     monkeypatch.setattr(build, "usable_cores", lambda: cores)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    settings = Settings(1.0, place=Place(0, ranks, 0, ranks))
+    settings = Settings(1.0, place=LaunchEnvironment(0, ranks, 0, ranks))
     found = build._processors(settings)
     assert found.advice.startswith(advice) and bool(found.advice) == bool(advice)
 

@@ -30,8 +30,8 @@ from torch_commhook.cli.doctor.network import (
     failed_connections,
     gloo_address,
 )
+from torch_commhook.cli.launch_environment import LaunchEnvironment
 from torch_commhook.cli.main import main
-from torch_commhook.cli.place import Place
 
 SECONDS = 120
 
@@ -113,7 +113,7 @@ def test_loopback_among_several_hosts(
     local_size: int, is_error: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    settings = Settings(1.0, place=Place(0, 2, 0, local_size))
+    settings = Settings(1.0, place=LaunchEnvironment(0, 2, 0, local_size))
     (found,) = [each for each in check_network(settings) if each.name == "Gloo listens at"]
     assert (found.level == "error") == is_error
     assert "ranks on other hosts cannot reach it" in found.value

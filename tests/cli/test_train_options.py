@@ -15,9 +15,15 @@ from train_processes import TINY, finished, forbid_launch, read_metrics, train_e
 
 from torch_commhook import hooks as library_hooks
 from torch_commhook.cli import outputs, train
+from torch_commhook.cli.launch_environment import (
+    LaunchEnvironment,
+    LaunchError,
+    first_host,
+    read_launch_environment,
+    slurm_variables,
+)
 from torch_commhook.cli.main import main
 from torch_commhook.cli.outputs import checkpoint_path
-from torch_commhook.cli.place import Place, PlaceError, first_host, read_place, slurm_variables
 from torch_commhook.cli.train_config import MOST_RANKS
 from torch_commhook.cli.train_options import available_cores, parse_options
 from torch_commhook.hooks.expressions import HookExpressionError, check_hook
@@ -256,21 +262,23 @@ def test_an_environment_that_describes_no_place_is_one_line(
 
 
 def test_the_environment_gives_the_place() -> None:
-    assert read_place(_WORLD) == Place(1, 2, 1, 2)
-    assert read_place({**_WORLD, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}) == Place(1, 2, 0, 1)
+    assert read_launch_environment(_WORLD) == LaunchEnvironment(1, 2, 1, 2)
+    assert read_launch_environment(
+        {**_WORLD, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    ) == LaunchEnvironment(1, 2, 0, 1)
     ours = {"RANK": "0", "WORLD_SIZE": "3", "COMMHOOK_LAUNCHER_PID": "77"}
-    assert read_place(ours) == Place(0, 3, 0, 3, launcher_pid=77)
-    assert read_place({"WORLD_SIZE": "x", "RANK": "0"}) is None  # a world has an address as well
+    assert read_launch_environment(ours) == LaunchEnvironment(0, 3, 0, 3, launcher_pid=77)
+    assert read_launch_environment({"WORLD_SIZE": "x", "RANK": "0"}) is None
 
 
 def test_a_world_that_is_there_decides_the_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    place = Place(0, 5, 0, 5)
+    place = LaunchEnvironment(0, 5, 0, 5)
     assert parse_options([], place).config.ranks == 5
     with pytest.raises(SystemExit):
         parse_options(["--ranks", "2"], place)
     assert "must be 5, the ranks of the launcher, got 2" in capsys.readouterr().err
     many = MOST_RANKS + 1  # on many machines
-    assert parse_options([], Place(0, many, 0, 1)).config.ranks == many
+    assert parse_options([], LaunchEnvironment(0, many, 0, 1)).config.ranks == many
 
 
 def test_ranks_that_share_cores_are_a_note() -> None:
@@ -353,7 +361,7 @@ TRAIN = (sys.executable, "-m", "torch_commhook", "train")
 
 def test_a_task_of_srun_finds_its_place() -> None:
     assert slurm_variables(TASK) == PLACE
-    place = read_place({**TASK, **PLACE})
+    place = read_launch_environment({**TASK, **PLACE})
     assert place is not None
     assert (place.rank, place.size, place.local_rank, place.local_size) == (3, 5, 1, 2)
 
@@ -410,21 +418,21 @@ def test_the_first_host_of_a_list(hosts: str, first: str) -> None:
 
 @pytest.mark.parametrize("hosts", ["", "node[", "node[1", "node[]", "a b"])
 def test_what_is_no_list_of_hosts_is_refused(hosts: str) -> None:
-    with pytest.raises(PlaceError, match=r"like node\[01-04,7\], got '"):
+    with pytest.raises(LaunchError, match=r"like node\[01-04,7\], got '"):
         first_host(hosts)
 
 
 @pytest.mark.parametrize("missing", ["NTASKS", "LOCALID", "NODELIST", "JOB_ID"])
 def test_what_is_missing_is_named(missing: str) -> None:
     environment = {name: value for name, value in TASK.items() if name != f"SLURM_{missing}"}
-    with pytest.raises(PlaceError, match=rf"srun has started .*SLURM_{missing}\b.* is missing"):
+    with pytest.raises(LaunchError, match=rf"srun has started .*SLURM_{missing}\b.* is missing"):
         slurm_variables(environment)
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(PlaceError, match=r"SLURM_LOCALID must be a whole number, got 'x'"):
+    with pytest.raises(LaunchError, match=r"SLURM_LOCALID must be a whole number, got 'x'"):
         slurm_variables({**TASK, "SLURM_LOCALID": "x"})
-    with pytest.raises(PlaceError, match=r"WORLD_SIZE: must be the 5 tasks .* got '8'"):
+    with pytest.raises(LaunchError, match=r"WORLD_SIZE: must be the 5 tasks .* got '8'"):
         slurm_variables({**TASK, "WORLD_SIZE": "8"})
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_commhook.cli import text_model
 from torch_commhook.cli.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from torch_commhook.cli.place import Place
+from torch_commhook.cli.launch_environment import LaunchEnvironment
 from torch_commhook.cli.text_model import ByteTransformer
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.cli.train_options import parse_options
@@ -154,7 +154,7 @@ def test_where_the_ranks_go(arguments: str, shard_ranks: int, replicas: int) -> 
 
 
 def test_a_world_that_is_there_is_halved() -> None:
-    config = parse_options(["--parallel", "hsdp"], Place(0, 6, 0, 6)).config
+    config = parse_options(["--parallel", "hsdp"], LaunchEnvironment(0, 6, 0, 6)).config
     assert (config.shards, config.replicas) == (3, 2)
 
 

@@ -17,7 +17,7 @@ from wire_ranks import WireRanks
 
 from torch_commhook.collectives.gloo_groups import destroy_group, make_group
 from torch_commhook.collectives.wire import ServedPort, close_in_forks, number_and_inode
-from torch_commhook.elastic.membership import StoreSigns
+from torch_commhook.elastic.membership import Heartbeats
 
 
 class _Connections:
@@ -130,7 +130,7 @@ def test_the_sockets_of_a_store() -> None:
 def test_a_forked_process_does_not_wait_for_threads_of_its_parent() -> None:
     store, seconds = dist.HashStore(), timedelta(seconds=20)
     group = make_group(store, 0, [0], "forked", seconds, description="forked")
-    signs: StoreSigns | None = StoreSigns(store, 1, 1.0)
+    signs: Heartbeats | None = Heartbeats(store, 1, 1.0)
     process = os.fork()
     if process == 0:
         signal.alarm(30)

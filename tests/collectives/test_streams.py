@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from torch_commhook import GradBucket, attach, hooks
 from torch_commhook.collectives import compressed_all_reduce
-from torch_commhook.collectives.futures import StreamNumber, UsedTensors, beside, keeping
+from torch_commhook.collectives.futures import StreamNumber, UsedTensors, keeping, on_side_stream
 from torch_commhook.step.attached_hook import HookCall
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -44,7 +44,7 @@ def no_collector() -> Iterator[None]:
 
 
 def _use(used: UsedTensors, tensors: Any) -> None:
-    with keeping(used), beside(CPU, StreamNumber(), tensors):
+    with keeping(used), on_side_stream(CPU, StreamNumber(), tensors):
         pass
 
 

@@ -177,7 +177,7 @@ def test_a_rank_that_gives_up(rank: int, fails_a_step: bool, tmp_path: Path) -> 
     group = dist.new_group()
     buffers = [MessageBuffers(), MessageBuffers()]
     step = StepGroup()
-    assert step.stand_in(group, CUDA) is group  # as for a group that cannot connect anew
+    assert step.private_group(group, CUDA) is group  # as for a group that cannot connect anew
 
     step.begin()
     with with_files(rank, tmp_path):

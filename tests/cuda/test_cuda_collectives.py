@@ -20,7 +20,7 @@ from torch_commhook import hooks
 from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.collectives import compressed_all_reduce
 from torch_commhook.collectives.compressed_call import MessageBuffers
-from torch_commhook.collectives.futures import beside
+from torch_commhook.collectives.futures import on_side_stream
 
 pytestmark = pytest.mark.cuda
 
@@ -89,7 +89,7 @@ def test_the_current_stream_goes_on(tmp_path) -> None:
         right = out.clone()
         out.zero_()
         torch.cuda.synchronize()
-        with beside(x.device, buffers.stream, []):
+        with on_side_stream(x.device, buffers.stream, []):
             torch.cuda._sleep(1_000_000_000)
             slept = torch.cuda.Event()
             slept.record()

@@ -22,7 +22,7 @@ from torch_commhook.elastic.joining import (
     Donor,
     InBackground,
     NewRank,
-    Pieces,
+    StateChunks,
     groups_of,
     load_groups,
     sum_of_bits,
@@ -61,9 +61,9 @@ class _Connection:
         return Group()
 
 
-def _pieces() -> Pieces:
+def _pieces() -> StateChunks:
     model = nn.Linear(100, 100)
-    return Pieces(list(model.parameters()), [torch.optim.SGD(model.parameters())])
+    return StateChunks(list(model.parameters()), [torch.optim.SGD(model.parameters())])
 
 
 @pytest.mark.parametrize(
@@ -258,17 +258,19 @@ def _both(make: _Make, done: int) -> tuple[list[nn.Module], list[torch.optim.Opt
     return models, optimizers
 
 
-def _both_pieces(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> list[Pieces]:
+def _both_pieces(
+    models: list[nn.Module], optimizers: list[torch.optim.Optimizer]
+) -> list[StateChunks]:
     """The pieces of the donor and of the new rank."""
     return [
-        Pieces(list(model.parameters()), [optimizer])
+        StateChunks(list(model.parameters()), [optimizer])
         for model, optimizer in zip(models, optimizers, strict=True)
     ]
 
 
 def _send_in_pieces(
     models: list[nn.Module], optimizers: list[torch.optim.Optimizer], nbytes: int
-) -> list[Pieces]:
+) -> list[StateChunks]:
     """Send one piece after another, with a step of both ranks after each."""
     donor, new = _both_pieces(models, optimizers)
     at, seed = 0, 100

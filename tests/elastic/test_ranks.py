@@ -18,7 +18,13 @@ import torch.distributed as dist
 import torch_commhook as commhook
 from torch_commhook.cli.store import DEFAULT_HOST, _store_at, main
 from torch_commhook.elastic.membership import Lost, Membership, TooFewRanksError, View
-from torch_commhook.elastic.ranks import Door, Elastic, ElasticRanks, host_and_port, own_address
+from torch_commhook.elastic.ranks import (
+    Elastic,
+    ElasticRanks,
+    PortProbe,
+    host_and_port,
+    own_address,
+)
 
 
 @pytest.fixture
@@ -133,7 +139,7 @@ def _accepts(host: str, port: int, family: int = socket.AF_INET) -> bool:
 def test_the_store_and_the_port_of_a_rank_are_on_one_address_alone() -> None:
     store = _store_at(DEFAULT_HOST, 0)
     assert _accepts("127.0.0.1", store.port) and not _accepts("127.0.0.2", store.port)
-    door = Door(store, 1, 10.0)
+    door = PortProbe(store, 1, 10.0)
     assert door.unreachable([1]) == frozenset()
     port = int(store.get("door/1").decode().rpartition(" ")[2])
     assert _accepts("127.0.0.1", port) and not _accepts("127.0.0.2", port)
@@ -145,7 +151,7 @@ def test_the_store_and_the_port_of_a_rank_are_on_one_address_alone() -> None:
 def test_a_port_that_others_have_written_wrongly_is_unreachable(text: str) -> None:
     store = dist.HashStore()
     store.set("door/1", text)
-    door = Door(store, 2, 10.0)
+    door = PortProbe(store, 2, 10.0)
     assert door.unreachable([1]) == {1}
     door.close()
 
@@ -153,7 +159,7 @@ def test_a_port_that_others_have_written_wrongly_is_unreachable(text: str) -> No
 def test_a_port_that_its_rank_has_removed_is_unreachable_at_once() -> None:
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=100))
-    door = Door(store, 2, 10.0)
+    door = PortProbe(store, 2, 10.0)
     begun = time.monotonic()
     assert door.unreachable([1]) == {1}
     assert time.monotonic() - begun < 50
@@ -206,7 +212,7 @@ def test_a_store_on_ipv6(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = _store_at(host, 0)
     assert _accepts("::1", store.port, socket.AF_INET6)
     assert own_address(store) == "::1"
-    door = Door(store, 1, 10.0)
+    door = PortProbe(store, 1, 10.0)
     assert door.unreachable([1]) == frozenset()
     door.close()
 

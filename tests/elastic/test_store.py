@@ -14,7 +14,7 @@ from on_ranks import on_processes
 
 from torch_commhook import _C
 from torch_commhook.collectives.gloo_groups import destroy_group, make_group
-from torch_commhook.elastic.membership import VIEW_NUMBER, Lost, StoreSigns
+from torch_commhook.elastic.membership import VIEW_NUMBER, Heartbeats, Lost
 from torch_commhook.elastic.ranks import ElasticRanks
 from torch_commhook.step.connected_group import PeerError, Reason, Rendezvous
 from torch_commhook.step.step_group import StepGroup
@@ -35,7 +35,7 @@ def store() -> dist.Store:
 
 
 def test_who_shows_no_more_signs_is_silent(store: dist.Store) -> None:
-    one, other = StoreSigns(store, 1, 0.2), StoreSigns(store, 2, 0.2)
+    one, other = Heartbeats(store, 1, 0.2), Heartbeats(store, 2, 0.2)
     # Nothing is known of it yet.
     assert one.silent([2]) == set()
     _until(lambda: store.add("alive/2", 0) > 2)
@@ -53,7 +53,7 @@ def test_time_without_the_store_does_not_count() -> None:
     client = dist.TCPStore(
         "localhost", port, is_master=False, timeout=timedelta(seconds=1), wait_for_workers=False
     )
-    signs = StoreSigns(client, 1, 0.2)
+    signs = Heartbeats(client, 1, 0.2)
     _until(lambda: "alive/2" in signs._signs.signs() or not signs.silent([2]))
     del server
     _until(lambda: signs._signs.seconds_without_store() > 0.3)
@@ -62,8 +62,8 @@ def test_time_without_the_store_does_not_count() -> None:
 
 
 def test_how_often_somebody_has_asked_to_take_part(store: dist.Store) -> None:
-    signs = StoreSigns(store, 1, 0.1)
-    store.add(StoreSigns.WANTED, 3)
+    signs = Heartbeats(store, 1, 0.1)
+    store.add(Heartbeats.WANTED, 3)
     _until(lambda: signs.wanted() == 3)
     signs.watch([5])  # others, which changes nothing here
     assert signs.wanted() == 3
@@ -72,12 +72,12 @@ def test_how_often_somebody_has_asked_to_take_part(store: dist.Store) -> None:
 
 def test_words_in_the_place_of_numbers(store: dist.Store) -> None:
     """The store closes the connection of whoever adds to them."""
-    for key in ("alive/1", "alive/2", StoreSigns.WANTED, VIEW_NUMBER):
+    for key in ("alive/1", "alive/2", Heartbeats.WANTED, VIEW_NUMBER):
         store.set(key, "hello")
-    one, other = StoreSigns(store, 1, 0.2), StoreSigns(store, 2, 0.2)
+    one, other = Heartbeats(store, 1, 0.2), Heartbeats(store, 2, 0.2)
     _until(lambda: one.silent([2]) == set() and "alive/2" in one._signs.signs())
     assert (one.wanted(), one.view_number()) == (0, 0)
-    store.set(StoreSigns.WANTED, "3")
+    store.set(Heartbeats.WANTED, "3")
     _until(lambda: one.wanted() == 3)
     other.stop()
     _until(lambda: one.silent([2]) == {2})

@@ -200,7 +200,7 @@ def test_no_step_waits_for_the_device(device_on_host: DeviceOnHost, name: str, r
     own = Training(road, EAGER[name]())
     own.run(0, 2, own.step)  # buckets are formed anew, and adaptive settles
     # On CUDA it reads what has come to the host; on the CPU it reads at once.
-    own.handle._attached.memory.jump_watch = None
+    own.handle._attached.memory.jump_detector = None
     with no_waiting(len(own.parameters)):
         own.run(2, 2, own.step)
     own.handle.remove()

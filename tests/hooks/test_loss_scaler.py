@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch_commhook import attach, hooks
 from torch_commhook.attachment import road
 from torch_commhook.hooks.expressions import parse_hook
-from torch_commhook.memory.watches import JumpWatch
+from torch_commhook.memory.watches import ScaleJumpDetector
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -343,7 +343,7 @@ class Event:
 
 
 def test_a_norm_is_read_when_it_has_come() -> None:
-    watch = JumpWatch("hook", keeps_error=True)
+    watch = ScaleJumpDetector("hook", keeps_error=True)
     norms = [torch.tensor(float(step + 1)) for step in range(6)]
     found = [watch.read_when_come(norm, Event().query) for norm in norms]
     assert found == [[], [], [1.0], [2.0], [3.0], [4.0]]  # each two steps late

@@ -395,7 +395,7 @@ FAULTS: dict[str, tuple[str, Any]] = {
         lambda _: (),
     ),
     "5 buckets have the parameters' dtype": (_DTYPE, lambda parameter: parameter.dtype),
-    "6 optimizers step inside backward": ("step.stages.is_in_backward", lambda: False),
+    "6 optimizers step inside backward": ("step.bucket_hooks.is_in_backward", lambda: False),
     "7 each forward writes the buffers": (_CHANGED, property(lambda _: True, lambda *_: None)),
     "8 gradients stay lazy": (_LAZY, property(lambda _: (), lambda *_: None)),
     "9 brackets belong to the host": (_READ, lambda text: (text[: text.rindex(":")], 1)),

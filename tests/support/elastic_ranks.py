@@ -42,7 +42,7 @@ import torch_commhook as commhook
 from torch_commhook import hooks
 from torch_commhook.attachment import choosing, elastic, training_state
 from torch_commhook.elastic import joining
-from torch_commhook.elastic.pace import Pace
+from torch_commhook.elastic.stragglers import StepTimer
 from torch_commhook.planning.choice import Choice
 from torch_commhook.reducer import reducer  # noqa: F401  (now, not in each fork)
 
@@ -131,8 +131,8 @@ def _send_piece_or_die(mark: Path, send: Any, donor: joining.Donor) -> None:
 
 def _say_seconds(seconds: float) -> None:
     """Lets the rank say that each step takes so long, where it has measured one."""
-    seconds_of = Pace.seconds
-    Pace.seconds = lambda self, steps=1: (  # type: ignore[method-assign]
+    seconds_of = StepTimer.seconds
+    StepTimer.seconds = lambda self, steps=1: (  # type: ignore[method-assign]
         None if seconds_of(self, steps) is None else seconds
     )
 

@@ -35,7 +35,7 @@ _COUNTERS = ("wanted", VIEW_NUMBER)
 
 
 class Signs:
-    """Counts signs of life like ``SignsOfLife`` and ``StoreSigns``."""
+    """Counts signs of life like ``SignsOfLife`` and ``Heartbeats``."""
 
     def __init__(self, store: WorldStore, own: int, silent_after: float) -> None:
         self._world = world = the_world()
@@ -104,8 +104,8 @@ class Signs:
         self._has_stopped = True
 
 
-class Door:
-    """Finds reachable processes like ``Door``."""
+class PortProbe:
+    """Finds reachable processes like ``PortProbe``."""
 
     def __init__(self, store: WorldStore, own: int, timeout: float) -> None:
         self._world = the_world()
@@ -332,10 +332,10 @@ def virtual_time() -> Iterator[None]:
     clock = SimpleNamespace(monotonic=lambda: the_world().now)
     places: dict[Any, dict[str, Any]] = {
         ranks_module: {
-            "Door": Door,
+            "PortProbe": PortProbe,
             "Membership": _membership,
             "StepGroup": VirtualStepGroup,
-            "StoreSigns": Signs,
+            "Heartbeats": Signs,
             "remove_address": lambda store, rank: None,
             "_log": quiet,
             "_store_of": lambda settings: WorldStore(the_world()),

@@ -11,7 +11,7 @@ from torch_commhook.planning.choice import choose_hook
 from torch_commhook.process_group.simulated.scheduler import current_rank
 
 
-class ChoosingByPlan:
+class AutoSelector:
     """Chooses a hook by measurements, after the first steps or before a compiler captures one.
 
     Args:

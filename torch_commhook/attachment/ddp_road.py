@@ -28,7 +28,7 @@ from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory.bucket_memory import BucketWithMemory
 from torch_commhook.memory.unsent import BucketResult, add_unsent_to_errors, make_unsent_table
 from torch_commhook.metrics import BucketTraffic
-from torch_commhook.native.runtime import left_to_python
+from torch_commhook.native.runtime import skip_dynamo
 from torch_commhook.step.attached_hook import DRAIN_SECONDS, Attached
 from torch_commhook.step.step_group import StepGroup, by_name, check_is_free
 
@@ -216,7 +216,7 @@ class DdpRoad(Road):
         )
         road = weakref.ref(self)
         parameters = [parameter for _, parameter in named]
-        _C.call_before_capture(parameters, left_to_python(lambda: _hand_over(road)))
+        _C.call_before_capture(parameters, skip_dynamo(lambda: _hand_over(road)))
         self._forward_handle = model.register_forward_pre_hook(BeforeForward(self))
 
     @property
@@ -316,13 +316,13 @@ class DdpRoad(Road):
             # The compiler leaves this to Python, which calls this method again.
             raise RuntimeError("torch_commhook: the model's parameters have changed")
 
-    @left_to_python
+    @skip_dynamo
     def _check_group_of_buffers(self) -> None:
         model = self.model()
         if model is not None and model.will_sync_module_buffers():
             check_is_free(self._group.parent)
 
-    @left_to_python
+    @skip_dynamo
     def _check_parameters(self) -> None:
         wrong = self.what_is_wrong()
         if wrong is not None:
@@ -351,7 +351,7 @@ class DdpRoad(Road):
             return "reducer"  # the operators support no complex tensors
         return "buffer" if model.gradient_as_bucket_view else "write"
 
-    @left_to_python
+    @skip_dynamo
     def begin_step(self) -> tuple[_C.CppHook, dist.ProcessGroup, dist.ProcessGroup] | None:
         """Begin a backward. Returns the C++ hook and the groups for its buckets, if it has one."""
         attached = self._running = self.attached
@@ -394,7 +394,7 @@ class DdpRoad(Road):
             return native, own, own
         return native, self._group.group, self._group.parent
 
-    @left_to_python
+    @skip_dynamo
     def run(
         self, torch_bucket: dist.GradBucket, rebuilt: bool
     ) -> tuple[str, Any, torch.dtype, Callable[[Tensor], Tensor] | None]:
@@ -443,17 +443,17 @@ class DdpRoad(Road):
             if leaves_some_out:  # post-hooks' changes are no errors of earlier steps
                 copied = result.clone()
                 self._unsent[index] = lambda: copied
-            return attached.stages.after(bucket, result, local, where)
+            return attached.bucket_hooks.after(bucket, result, local, where)
 
         return attached.name, call.future, call.dtype, after
 
-    @left_to_python
+    @skip_dynamo
     def give_up(self, error: BaseException) -> None:
         """Fail collectives that were prepared and that no rank will issue after an error."""
         if self._running is not None:
             self._running.second_stages.give_up(error)
 
-    @left_to_python
+    @skip_dynamo
     def end_step(
         self, error: BaseException | None, sent: list[tuple[int, torch.dtype, int | None]] | None
     ) -> None:
@@ -471,7 +471,7 @@ class DdpRoad(Road):
             self._forget_memory()
             self._do_then()
         if attached.keeps_ranks_apart:  # backward() raises an error by itself
-            if error is None and attached.stages.has_post_accumulate_hooks:
+            if error is None and attached.bucket_hooks.has_post_accumulate_hooks:
                 engine = torch.autograd.Variable._execution_engine
                 engine.queue_callback(partial(self._gradients_written, attached))
             return
@@ -487,7 +487,7 @@ class DdpRoad(Road):
                 # In join(), where a rank without inputs takes part without gradients.
                 self._forget_results()
             elif sent is None and (
-                attached.stages.has_post_accumulate_hooks
+                attached.bucket_hooks.has_post_accumulate_hooks
                 or attached.scales_steps
                 or (self._skips_unused and attached.keeps_error)
                 or self._kept
@@ -502,14 +502,14 @@ class DdpRoad(Road):
         if raised is not error:  # backward() raises the error itself
             raise raised
 
-    @left_to_python
+    @skip_dynamo
     def _gradients_written(
         self, attached: Attached, past: Mapping[int, bool] | None = None
     ) -> None:
         self._finish_results(attached, past)
         for index, bucket in sorted(self._buckets.items()):
             where = hook_on_bucket(attached.name, index, bucket.bucket_count())
-            attached.stages.done(bucket, where)
+            attached.bucket_hooks.done(bucket, where)
 
     def _forget_results(self) -> None:
         """Drop the results of a backward that has ended or failed."""
@@ -673,7 +673,7 @@ class DdpRoad(Road):
         return nullcontext() if model is None else model.join()
 
 
-@left_to_python
+@skip_dynamo
 def _hand_over(road: weakref.ref[DdpRoad]) -> bool:
     own = road()
     return own is None or own.hand_over()

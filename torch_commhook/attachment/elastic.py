@@ -21,8 +21,8 @@ from torch_commhook.buckets.grad_bucket import scaled_result
 from torch_commhook.collectives.agreement import described
 from torch_commhook.collectives.issuing import begin_maximum
 from torch_commhook.collectives.plain import broadcast
-from torch_commhook.elastic.pace import Note, Pace
 from torch_commhook.elastic.ranks import Elastic, ElasticRanks
+from torch_commhook.elastic.stragglers import StepReport, StepTimer
 from torch_commhook.memory.hook_memory import KeptMemory
 from torch_commhook.reducer.buckets import BucketState
 from torch_commhook.reducer.eager_step import EagerStep
@@ -70,9 +70,9 @@ class ElasticTraining:
         self._first_attached = attached
         self._settings = settings
         self._reducer: Callable[[], ElasticReducer | None] = lambda: None
-        self._pace: Pace | None = None
+        self._pace: StepTimer | None = None
         if settings.straggler is not None:
-            self._pace = Pace(settings.straggler, settings.straggler_steps)
+            self._pace = StepTimer(settings.straggler, settings.straggler_steps)
         self._steps_measured = 0  # since the pace last began
         self.ranks = ElasticRanks(settings)
         self._state = TrainingState(
@@ -142,7 +142,7 @@ class ElasticTraining:
         All ranks get the elementwise maximum.
         """
         pace, view, own = self._pace, self.ranks.view, self.ranks.rank
-        note = Note(
+        note = StepReport(
             len(view.members), compares=pace is not None, joins=bool(self.new_ranks.joining)
         )
         if self.new_ranks.has_all_pieces:
@@ -215,7 +215,7 @@ class ElasticTraining:
         """
         pace, members = self._pace, self.ranks.view.members
         joins = bool(self.new_ranks.joining)
-        note = Note(len(members), compares=pace is not None, joins=joins, values=values)
+        note = StepReport(len(members), compares=pace is not None, joins=joins, values=values)
         if values is None:
             has_changed = self.ranks.step_ended(wants_change=False)
         else:

@@ -198,7 +198,7 @@ class HookHandle:
         self._logged = None
         before = self._attached
         replacement.connections = before.connections
-        replacement.stages = before.stages
+        replacement.bucket_hooks = before.bucket_hooks
         replacement.stats.of_shards = before.stats.of_shards
         self._attached = replacement
         try:
@@ -229,7 +229,7 @@ class HookHandle:
         ``TypeError``; one of another number, dtype, layout, device or size raises a
         ``RuntimeError``. Compiled autograd traces them together with the communication hook.
         """
-        return self._attached.stages.register("buffer_prehooks", hook)
+        return self._attached.bucket_hooks.register("buffer_prehooks", hook)
 
     def register_prehook(
         self, hook: Callable[[tuple[Tensor, ...]], tuple[Tensor | None, ...] | None]
@@ -239,7 +239,7 @@ class HookHandle:
         ``gradients`` is a tuple of views of the bucket's buffer, in the order of its parameters.
         The hook returns None, or a tuple of new gradients with None for each that stays.
         """
-        return self._attached.stages.register("prehooks", hook)
+        return self._attached.bucket_hooks.register("prehooks", hook)
 
     def register_posthook(
         self,
@@ -250,14 +250,14 @@ class HookHandle:
         Both are tuples of gradients. ``reduced`` has the communication hook's results, ``local``
         has its inputs. The hook returns None, or a tuple of gradients that replace ``reduced``.
         """
-        return self._attached.stages.register("posthooks", hook)
+        return self._attached.bucket_hooks.register("posthooks", hook)
 
     def register_post_accumulate_hook(self, hook: Callable[[GradBucket], None]) -> RemovableHandle:
         """Call ``hook(bucket)`` for each bucket when all gradients are written.
 
         ``bucket.parameters()`` have the gradients. The hook must return None.
         """
-        return self._attached.stages.register("post_accumulate_hooks", hook)
+        return self._attached.bucket_hooks.register("post_accumulate_hooks", hook)
 
     # ---- around a step ---------------------------------------------------------------------------
 
@@ -667,9 +667,9 @@ def begin_hook(first: Road, attached: Attached, op: str) -> None:
                 attached.local_steps = LocalSteps(model, attached, lambda: road_in_use(first))
             if isinstance(hook, auto):
                 # Imports what plans steps, which other hooks do not need.
-                from torch_commhook.attachment.choosing import ChoosingByPlan
+                from torch_commhook.attachment.choosing import AutoSelector
 
-                attached.choosing = ChoosingByPlan(hook, attached.memory, first)
+                attached.choosing = AutoSelector(hook, attached.memory, first)
     except Exception as raised:
         error = error or raised
     road.agree(op, error, {})

@@ -205,7 +205,7 @@ class CheckedState(NamedTuple):
     means: dict[str, Tensor] | None = None
 
 
-def taken_apart(
+def split_state(
     state: Any, hook_name: str, own_key: str, by_name: Mapping[str, Tensor]
 ) -> CheckedState:
     """Split a state into this rank's parameters, the position in the round, and the rest.

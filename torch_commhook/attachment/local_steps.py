@@ -19,7 +19,7 @@ from torch_commhook.attachment.local_state import (
     agree_on_anchors,
     check_fragment,
     checked_means,
-    taken_apart,
+    split_state,
 )
 from torch_commhook.attachment.parameter_exchange import (
     BackgroundExchange,
@@ -37,7 +37,7 @@ from torch_commhook.memory.states import ANCHOR, LOCAL_STEPS, MEANS, PARAMETERS,
 from torch_commhook.memory.watches import cannot_be_captured
 from torch_commhook.metrics import BucketTraffic, count_bucket
 from torch_commhook.step.attached_hook import Attached
-from torch_commhook.step.stages import check_not_in_backward
+from torch_commhook.step.bucket_hooks import check_not_in_backward
 from torch_commhook.wording import warn_user
 
 
@@ -514,15 +514,15 @@ class LocalSteps:
 
     # ---- a new rank ------------------------------------------------------------------------------
 
-    def place(self) -> tuple[int, int, int, bool]:
+    def round_position(self) -> tuple[int, int, int, bool]:
         """The position in a round, for :meth:`begin_at` on a new rank."""
         return self.done, self._round.turn, self._round.steps, self._has_agreed
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def begin_at(self, place: tuple[int, int, int, bool]) -> None:
+    def begin_at(self, position: tuple[int, int, int, bool]) -> None:
         """Begin at another rank's position. The hook's memory is loaded. Writes the parameters."""
-        self.done, turn, steps, self._has_agreed = place
+        self.done, turn, steps, self._has_agreed = position
         self._round.repeat(turn, steps)
         # With error_reset, the other rank is ahead of the anchor.
         for memory in self._memories() if not self.hook.is_streaming else ():
@@ -581,7 +581,7 @@ class LocalSteps:
             ValueError: it is no such state, or does not fit.
         """
         memory = self._attached.memory
-        checked = taken_apart(state, self._attached.name, memory.own_key, self._by_name())
+        checked = split_state(state, self._attached.name, memory.own_key, self._by_name())
         rest = memory.check_state(checked.rest)
         # Otherwise each rank would use its own parameter as the anchor.
         missing = sorted(set(self._names) - set(rest["shared"].get(ANCHOR, {})))

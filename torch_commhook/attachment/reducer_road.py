@@ -27,7 +27,7 @@ from torch_commhook.attachment.parameters import (
 )
 from torch_commhook.attachment.road import Road
 from torch_commhook.attachment.training_state import BeforeForward
-from torch_commhook.native.runtime import left_to_python
+from torch_commhook.native.runtime import skip_dynamo
 from torch_commhook.process_group.wrapper import seen_by_cpp
 from torch_commhook.reducer.compiled_step import TracedState, parameters_changed
 from torch_commhook.reducer.reducer import Reducer
@@ -263,7 +263,7 @@ class ReducerRoad(Road, Joinable):
     def join_process_group(self) -> dist.ProcessGroup:
         return self._group.parent
 
-    @left_to_python
+    @skip_dynamo
     def _close(self) -> None:
         if self._closed:
             return

@@ -33,9 +33,9 @@ from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.agreement import agree
 from torch_commhook.hooks import __name__ as hooks_module
 from torch_commhook.hooks.base import Hook
-from torch_commhook.native.runtime import left_to_python
+from torch_commhook.native.runtime import skip_dynamo
 from torch_commhook.step.attached_hook import Attached
-from torch_commhook.step.stages import check_not_in_backward, is_in_backward
+from torch_commhook.step.bucket_hooks import check_not_in_backward, is_in_backward
 from torch_commhook.step.step_group import StepGroup
 
 if TYPE_CHECKING:  # it imports the compiler
@@ -318,7 +318,7 @@ def watch_optimizers(attached: Attached) -> None:
         _counting_handles.append(register_optimizer_step_post_hook(after))
 
 
-@left_to_python
+@skip_dynamo
 def stop_watching_optimizers() -> None:
     """Remove hooks from all optimizers, if no attached hook needs them."""
     if is_inside(_OPTIMIZER_FILE):
@@ -336,7 +336,7 @@ def _at_exit() -> None:
         steps.warn_if_apart("was still attached when the process ended,")
 
 
-@left_to_python
+@skip_dynamo
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     in_backward = is_in_backward()
     # A compiler that traces step() would break its graph below.
@@ -351,7 +351,7 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             check_not_in_backward(attached.name)
         elif attached.lacks_scaler:
             attached.lacks_scaler = False
-            attached.memory.jump_watch = None
+            attached.memory.jump_detector = None
             _log.warning(
                 "hook '%s' was not told of the GradScaler that scales its gradients: %s; use "
                 "attach(model, hook, scaler=scaler)",

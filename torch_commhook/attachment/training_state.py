@@ -17,7 +17,7 @@ from torch_commhook.elastic.joining import (
     Donor,
     InBackground,
     NewRank,
-    Pieces,
+    StateChunks,
     groups_of,
     load_groups,
     load_states,
@@ -27,7 +27,7 @@ from torch_commhook.elastic.joining import (
 )
 from torch_commhook.elastic.ranks import ElasticRanks, donors_of
 from torch_commhook.memory.hook_memory import HookMemory
-from torch_commhook.native.runtime import left_to_python
+from torch_commhook.native.runtime import skip_dynamo
 from torch_commhook.step.attached_hook import Attached
 
 _log = logging.getLogger("torch_commhook.elastic")
@@ -48,7 +48,7 @@ class BeforeForward:
 
     # If the module's own call is not traced, Dynamo would compile this alone, without guards that
     # recompile it when needed.
-    @left_to_python
+    @skip_dynamo
     def __call__(self, module: nn.Module, args: Any) -> None:
         self._listener.before_forward(module)
 
@@ -137,9 +137,9 @@ class TrainingState:
         """The bytes of the model's parameters and buffers."""
         return sum(each.nbytes for each in self._tensors().values())
 
-    def pieces(self) -> Pieces:
+    def pieces(self) -> StateChunks:
         """The parameters and the optimizers' state for them, in pieces."""
-        return Pieces(list(self._model.parameters()), self._optimizers)
+        return StateChunks(list(self._model.parameters()), self._optimizers)
 
     @property
     def _others_than_optimizers(self) -> list[Any]:
@@ -189,7 +189,7 @@ class TrainingState:
             "steps": self._ranks.steps,
             "trained": self._ranks.trained,
             "printed_hook": self.printed_hook,
-            "place": None if local_steps is None else local_steps.place(),
+            "place": None if local_steps is None else local_steps.round_position(),
             "hook": None if memory.remembers_nothing else _without_own(memory.state_dict()),
         }
 
@@ -273,7 +273,7 @@ def _of_new_rank(state: dict[str, Any], memory: HookMemory) -> dict[str, Any]:
         }
         for kind, tensors in state.pop(other).items()
     }
-    rank, world_size = memory.place
+    rank, world_size = memory.state_rank
     return {**state, "world_size": world_size, f"rank{rank}": zeros}
 
 

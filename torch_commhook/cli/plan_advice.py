@@ -15,7 +15,7 @@ from torch_commhook import codecs, hooks, planning
 from torch_commhook.cli.plan_parser import say_seconds
 from torch_commhook.cli.report import format_bytes
 from torch_commhook.cli.train_config import OF_UPDATES, check_hook_fits, check_weights
-from torch_commhook.collectives.futures import driven
+from torch_commhook.collectives.futures import await_lazy
 from torch_commhook.collectives.gloo_groups import resolve_group
 from torch_commhook.hooks.expressions import is_file_reference, parse_codec, parse_hook
 from torch_commhook.memory.bucket_memory import BucketMemory, ShardedBucket
@@ -558,14 +558,14 @@ def _scattering(
     memories = UnshardedMemory()
     memories.set_sharded([form], rank=rank)
     attached = Attached.checked(copy.deepcopy(hook), None, memories)
-    stand_ins = memories.shards_of(["p"])
-    memory = attached.memory_of(stand_ins, 0)
+    placeholders = memories.shards_of(["p"])
+    memory = attached.memory_of(placeholders, 0)
     gradients = torch.randn(size, dtype=torch.float32, device=cpu)
     shard = torch.empty(elements, dtype=torch.float32, device=cpu)
 
     def average() -> None:
         bucket = ShardedBucket(
-            stand_ins,
+            placeholders,
             memory=memory,
             shard=shard,
             scale=1.0 / ranks,
@@ -573,7 +573,7 @@ def _scattering(
             buffer=gradients,
             process_group=resolve_group(),
         )
-        driven(attached.hook.average_shard(bucket)).wait()
+        await_lazy(attached.hook.average_shard(bucket)).wait()
 
     return average, memory
 

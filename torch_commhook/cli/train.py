@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from torch_commhook.cli import launcher
-from torch_commhook.cli.place import run_ranked
+from torch_commhook.cli.launch_environment import run_ranked
 from torch_commhook.cli.train_options import TrainOptions, parse_options
 from torch_commhook.cli.train_rank import train_rank
 

@@ -18,6 +18,7 @@ from torch_commhook.cli.checkpoint import (
     check_fits,
     read_checkpoint,
 )
+from torch_commhook.cli.launch_environment import LaunchEnvironment, checks_outputs
 from torch_commhook.cli.main import OneLineParser
 from torch_commhook.cli.option_types import (
     OptionError,
@@ -44,7 +45,6 @@ from torch_commhook.cli.outputs import (
     checkpoint_path,
     metrics_name,
 )
-from torch_commhook.cli.place import Place, checks_outputs
 from torch_commhook.cli.text_model import ByteTransformer, read_text
 from torch_commhook.cli.train_config import (
     MEMORY_FIELDS,
@@ -158,7 +158,7 @@ def build_parser() -> OneLineParser:
     return parser
 
 
-def parse_options(argv: Sequence[str], place: Place | None = None) -> TrainOptions:
+def parse_options(argv: Sequence[str], place: LaunchEnvironment | None = None) -> TrainOptions:
     """Read and check the options; ends the process with one line and exit code 2 on an error.
 
     ``place`` is this rank's place, or None if the process launches the ranks.
@@ -178,7 +178,9 @@ def parse_options(argv: Sequence[str], place: Place | None = None) -> TrainOptio
     return options
 
 
-def _resolve(options: TrainOptions, given: dict[str, Any], place: Place | None) -> TrainOptions:
+def _resolve(
+    options: TrainOptions, given: dict[str, Any], place: LaunchEnvironment | None
+) -> TrainOptions:
     """Complete the options by those of the configuration that are ``given``, and check all."""
     for name in ("shard_hook", "weights"):
         if name in given and is_no_hook(given[name]):
@@ -291,7 +293,7 @@ def _saved_config(path: Path, checkpoint: Checkpoint) -> TrainConfig:
     return saved
 
 
-def check_world_size(ranks: int | None, place: Place) -> None:
+def check_world_size(ranks: int | None, place: LaunchEnvironment) -> None:
     """Raise OptionError if ``--ranks`` is given and differs from the ranks of the launcher."""
     if ranks not in (None, place.size):
         raise OptionError(

@@ -23,6 +23,7 @@ from torch_commhook.cli.checkpoint import (
     to_cpu,
     write_checkpoint,
 )
+from torch_commhook.cli.launch_environment import LaunchEnvironment
 from torch_commhook.cli.launcher import is_asked_to_stop, stop_in_order, tell_first_step
 from torch_commhook.cli.outputs import (
     MATPLOTLIB_IS_MISSING,
@@ -32,7 +33,6 @@ from torch_commhook.cli.outputs import (
     metrics_name,
     open_logs,
 )
-from torch_commhook.cli.place import Place
 from torch_commhook.cli.report import (
     Reporter,
     RunResult,
@@ -77,7 +77,7 @@ class LossNotFiniteError(ArithmeticError):
     """The loss is infinite or NaN."""
 
 
-def train_rank(options: TrainOptions, place: Place) -> None:
+def train_rank(options: TrainOptions, place: LaunchEnvironment) -> None:
     """Train as the rank at ``place``; rank 0 prints and writes the results.
 
     Raises:

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from torch_commhook.cli.launch_environment import LaunchEnvironment
 from torch_commhook.cli.launcher import LAUNCHER_FOLDER
 from torch_commhook.cli.option_types import WorldOptions
-from torch_commhook.cli.place import Place
 
 
 class Mean(NamedTuple):
@@ -68,7 +68,7 @@ class World:
         self.start_mean(torch.zeros((), dtype=torch.float32, device="cpu"))()
 
 
-def join_world(options: WorldOptions, place: Place) -> World:
+def join_world(options: WorldOptions, place: LaunchEnvironment) -> World:
     """Join the process group of our launcher or of torchrun, as the rank at ``place``.
 
     Raises:
@@ -92,7 +92,7 @@ def join_world(options: WorldOptions, place: Place) -> World:
     return World(place.rank, place.size, device, backend)
 
 
-def _choose_device(options: WorldOptions, place: Place) -> tuple[torch.device, str]:
+def _choose_device(options: WorldOptions, place: LaunchEnvironment) -> tuple[torch.device, str]:
     gpus = torch.cuda.device_count()
     use_cuda = options.device == "cuda" or options.backend == "nccl"
     if options.device == "auto" and not use_cuda:

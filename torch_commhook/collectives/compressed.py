@@ -21,7 +21,7 @@ from torch_commhook.collectives.compressed_call import (
     check_out,
     listed_tensors,
 )
-from torch_commhook.collectives.futures import completed, on_wire, then_beside, two_stages
+from torch_commhook.collectives.futures import completed, on_wire, then_on_side_stream, two_stages
 from torch_commhook.collectives.gloo_groups import (
     check_place,
     group_rank,
@@ -148,7 +148,7 @@ def sum_compressed(
     error = arguments.error
     start = call.start()
     used = (sources, destinations, error, arguments.shard_error, arguments.rounding)
-    with torch.no_grad(), call.beside(used):
+    with torch.no_grad(), call.on_side_stream(used):
         return start(sources, error, group)
 
 
@@ -280,7 +280,7 @@ class _CompressedSum(CompressedCall):
                 self.codec.decode(summed, self.destinations, rounding=self.rounding[0])
             return self.destinations[0]
 
-        return then_beside(wire, finish, self.device)
+        return then_on_side_stream(wire, finish, self.device)
 
     # ---- messages that all ranks receive ---------------------------------------------------------
 
@@ -299,7 +299,7 @@ class _CompressedSum(CompressedCall):
                 self.codec.decode_sum(messages, self.destinations, scale=self.scale)
             return self.destinations[0]
 
-        return then_beside(wire, finish, self.device)
+        return then_on_side_stream(wire, finish, self.device)
 
     # ---- messages in shards ----------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from torch_commhook.codecs.base import (
     decay_error,
     decays_at_random,
 )
-from torch_commhook.collectives.futures import StreamNumber, Used, beside, is_capturing
+from torch_commhook.collectives.futures import StreamNumber, Used, is_capturing, on_side_stream
 from torch_commhook.collectives.gloo_groups import exchanges, group_rank
 from torch_commhook.collectives.issuing import (
     Place,
@@ -398,11 +398,11 @@ class CompressedCall:
             self.meter = None
         self._is_inference = not self.is_traced and torch.is_inference_mode_enabled()
 
-    def beside(self, used: Used) -> AbstractContextManager[None]:
+    def on_side_stream(self, used: Used) -> AbstractContextManager[None]:
         """The context of the work that the caller does: on CUDA, one of the library's streams."""
         if self.is_traced:
             return nullcontext()
-        return beside(self.device, self.buffers.stream, used)
+        return on_side_stream(self.device, self.buffers.stream, used)
 
     @contextmanager
     def later_stage(self, name: str) -> Iterator[None]:

@@ -20,7 +20,7 @@ from torch_commhook.collectives.compressed_call import (
     checked_sizes,
     listed_tensors,
 )
-from torch_commhook.collectives.futures import on_wire, then_beside
+from torch_commhook.collectives.futures import on_wire, then_on_side_stream
 from torch_commhook.collectives.gloo_groups import check_place, group_rank, resolve_group
 from torch_commhook.metrics import CallMeter, note_collective
 from torch_commhook.spans import timed
@@ -123,11 +123,13 @@ def compressed_reduce_scatter(
     check_arguments(op, arguments, numel, sources[0].device, group, encodes_once=True)
     call = _ReduceScatter(arguments, destinations, counts, group)
     used = (sources, destinations, error, rounding)
-    with torch.no_grad(), call.beside(used):
+    with torch.no_grad(), call.on_side_stream(used):
         message = call.buffer("message", sum(call.nbytes))
         call.encode(sources, message, counts, error)
         first = call.issue_all_to_all(message, call.nbytes, group)
-        return then_beside(on_wire(first, call.meter, call.device), call.decode, call.device)
+        return then_on_side_stream(
+            on_wire(first, call.meter, call.device), call.decode, call.device
+        )
 
 
 def compressed_all_gather(
@@ -199,13 +201,15 @@ def compressed_all_gather(
     check_arguments(op, arguments, numel, sources[0].device, group, encodes_once=True)
     call = _AllGather(arguments, destinations, counts, group)
     used = (sources, destinations, error, rounding)
-    with torch.no_grad(), call.beside(used):
+    with torch.no_grad(), call.on_side_stream(used):
         padded = call.buffer("message", max(call.nbytes))
         message = padded[: call.nbytes[call.rank]]
         call.encode(sources, message, [counts[call.rank]], error)
         note_collective(*call.gathered_bytes(call.nbytes, group))
         first = call.issue_gather("gathered", padded, call.nbytes, group)
-        return then_beside(on_wire(first, call.meter, call.device), call.decode, call.device)
+        return then_on_side_stream(
+            on_wire(first, call.meter, call.device), call.decode, call.device
+        )
 
 
 def _checked_group(op: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:

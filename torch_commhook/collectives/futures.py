@@ -52,7 +52,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook.metrics import CallMeter, ThreadValue, note_collective, setting
-from torch_commhook.spans import continued
+from torch_commhook.spans import with_spans
 
 # ---- CUDA streams for collectives of several stages, beside the gradients' stream ----------------
 #
@@ -161,12 +161,12 @@ class UsedTensors:
 
 
 def keeping(used: UsedTensors) -> setting[UsedTensors]:
-    """Let ``used`` keep the tensors of :func:`beside` on this thread inside the block."""
+    """Let ``used`` keep the tensors of :func:`on_side_stream` on this thread inside the block."""
     return setting(_used, used)
 
 
 @contextmanager
-def beside(device: torch.device, number: StreamNumber, tensors: Used) -> Iterator[None]:
+def on_side_stream(device: torch.device, number: StreamNumber, tensors: Used) -> Iterator[None]:
     """Run the block's CUDA work on another stream, after the present work of the current one.
 
     Nothing waits for this work: users of its results wait for a Future that is completed inside the
@@ -300,7 +300,7 @@ def is_driven_by_wait(future: Any) -> bool:
     return of_wait not in (torch._C.Future, torch.futures.Future)
 
 
-def driven(result: Any) -> Any:
+def await_lazy(result: Any) -> Any:
     """A hook's result; for a Future that :func:`is_driven_by_wait`, its outcome after a wait."""
     if not is_driven_by_wait(result):
         return result
@@ -338,7 +338,7 @@ def then(
     RuntimeError with its text. On other devices PyTorch's behaviour stays, since ``then``
     synchronizes streams.
     """
-    callback = continued(callback)
+    callback = with_spans(callback)
     if isinstance(future, TracedFuture) or device.type != "cpu":
         return future.then(callback)
     result: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -369,7 +369,7 @@ def chained(
     def over(done: torch.futures.Future[Tensor]) -> None:
         set_outcome(result, lambda: end(done.value()), caught=BaseException)
 
-    over = continued(over)
+    over = with_spans(over)
 
     def is_there(done: torch.futures.Future[Tensor]) -> None:
         try:
@@ -379,16 +379,16 @@ def chained(
             return
         following.add_done_callback(over)
 
-    first.add_done_callback(continued(is_there))
+    first.add_done_callback(with_spans(is_there))
     return result
 
 
-def then_beside(
+def then_on_side_stream(
     future: torch.futures.Future[T],
     callback: Callable[[torch.futures.Future[T]], Tensor],
     device: torch.device,
 ) -> torch.futures.Future[Tensor]:
-    """Run :func:`then` inside :func:`torch_commhook.collectives.futures.beside`.
+    """Run :func:`then` inside :func:`torch_commhook.collectives.futures.on_side_stream`.
 
     A device Future that is complete at once, such as NCCL's, leaves the wait to the stream. Here a
     stream without other work waits, and runs the callback's work too.
@@ -424,7 +424,7 @@ def then_all(
     if device.index is None:  # such as the CPU
         return then(together, lambda _: combine([each.wait() for each in futures]), device)
     result: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device])
-    combine = continued(combine)
+    combine = with_spans(combine)
 
     def all_complete(_: Any) -> None:
         # Called at once, on a stream that waits for the last of them.
@@ -467,9 +467,9 @@ def set_error(future: torch.futures.Future[Any], error: BaseException) -> None:
     In a callback nobody would see those, and waits for the future would never end.
     """
     if not isinstance(error, Exception):
-        stand_in = RuntimeError(f"{type(error).__name__}: {error}")
-        stand_in.__cause__ = error
-        error = stand_in
+        told = RuntimeError(f"{type(error).__name__}: {error}")
+        told.__cause__ = error
+        error = told
     future.set_exception(error)
 
 
@@ -607,7 +607,7 @@ def two_stages(
 
         def both() -> torch.futures.Future[Tensor]:
             second = on_wire(issue_second(send(first.wait())), meter, device)
-            return then_beside(second, lambda done: end(done.value()), device)
+            return then_on_side_stream(second, lambda done: end(done.value()), device)
 
         waiting = None if group.size() == 1 else current_second_stages()
         return both() if waiting is None else later(both, waiting, device)
@@ -650,7 +650,7 @@ def later(
         if hasattr(error, "add_note"):  # the caller adds its own bucket's name
             error.add_note("in the second stage of the previous bucket")
         raise
-    waiting.add(continued(issue), lambda error: set_error(result, error))
+    waiting.add(with_spans(issue), lambda error: set_error(result, error))
     return result
 
 
@@ -666,4 +666,4 @@ def on_wire(
         meter.add("wire", time.perf_counter() - begun)
         return done.value()
 
-    return then_beside(future, ended, device)
+    return then_on_side_stream(future, ended, device)

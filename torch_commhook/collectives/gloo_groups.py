@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 
 from torch_commhook import _C
 from torch_commhook.collectives.wire import LOST_AFTER, endpoint
-from torch_commhook.native.runtime import left_to_python
+from torch_commhook.native.runtime import skip_dynamo
 
 # ---- the library's own process groups, beside those of the user ----------------------------------
 
@@ -310,7 +310,7 @@ def make_group(
     return group
 
 
-@left_to_python
+@skip_dynamo
 def destroy_group(group: dist.ProcessGroup) -> None:
     """Destroy a group that :func:`make_group` has made: this rank leaves it."""
     if is_known(group):  # torch.distributed may have ended already

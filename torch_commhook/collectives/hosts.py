@@ -27,7 +27,13 @@ from torch_commhook.collectives.compressed_call import (
     listed_tensors,
     shard_range,
 )
-from torch_commhook.collectives.futures import beside, chained, completed, then, then_beside
+from torch_commhook.collectives.futures import (
+    chained,
+    completed,
+    on_side_stream,
+    then,
+    then_on_side_stream,
+)
 from torch_commhook.collectives.gloo_groups import (
     check_place,
     destroy_group,
@@ -339,7 +345,7 @@ def hierarchical_all_reduce(
             bucket_ops.unflatten_into(done.value().view(-1)[:numel], destinations)
         return destinations[0]
 
-    stream = nullcontext() if is_traced else beside(device, buffers.stream, used)
+    stream = nullcontext() if is_traced else on_side_stream(device, buffers.stream, used)
     in_background = not is_traced and _waits_for_nothing(device, *intra_groups, inter_group)
     with torch.no_grad(), stream:
         flat = _flattened(sources, carry, buffers, place["ranks"])
@@ -354,7 +360,7 @@ def hierarchical_all_reduce(
             sum_compressed(share, share, arguments, inter_group).wait()
         for group in reversed(intra_groups[1:]):
             own = all_gather(own, group=group).wait().view(-1)
-        return then_beside(all_gather(own, group=intra_groups[0]), finish, device)
+        return then_on_side_stream(all_gather(own, group=intra_groups[0]), finish, device)
 
 
 def _checked_groups(

@@ -34,7 +34,7 @@ from torch_commhook.collectives.traced import (
 )
 from torch_commhook.metrics import note_collective, ring_all_reduce_bytes, tensor_bytes
 from torch_commhook.native.bucket_ops import BUCKET_DTYPES
-from torch_commhook.spans import continued, on_the_wire, timed
+from torch_commhook.spans import on_the_wire, timed, with_spans
 from torch_commhook.wording import check_type
 
 # ---- checks of the arguments of collectives on uncompressed tensors ------------------------------
@@ -403,7 +403,7 @@ def sum_of_shares(
     shares = tensor.new_empty((ranks, rows, *tensor.shape[1:]))
     splits = [rows] * ranks
     future = issue_all_to_all(tensor, splits, splits, shares.flatten(0, 1), group, place=place)
-    return future.then(continued(lambda done: _sum(when_good(done, shares))))
+    return future.then(with_spans(lambda done: _sum(when_good(done, shares))))
 
 
 def issue_reduce_scatter(

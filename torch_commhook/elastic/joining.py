@@ -36,10 +36,10 @@ Remembered = tuple[Any, bool]
 
 #: Some elements of a parameter: its number, the flat index of the first element, the elements,
 #: flat, and each optimizer's state of them by name; None for an optimizer without state.
-Part = tuple[int, int, Tensor, list[dict[str, Remembered] | None]]
+Chunk = tuple[int, int, Tensor, list[dict[str, Remembered] | None]]
 
 
-class Pieces:
+class StateChunks:
     """The elements of all parameters, one after the other.
 
     Args:
@@ -72,7 +72,7 @@ class Pieces:
         """The bytes of the parameters."""
         return sum(parameter.nbytes for parameter in self._parameters)
 
-    def take(self, first: int, nbytes: int) -> tuple[list[Part], int]:
+    def take(self, first: int, nbytes: int) -> tuple[list[Chunk], int]:
         """Copy elements from a place on.
 
         Args:
@@ -83,7 +83,7 @@ class Pieces:
         Returns:
             The copies, and the place after them.
         """
-        parts: list[Part] = []
+        parts: list[Chunk] = []
         at = first
         while at < self.numel and (nbytes > 0 or not parts):
             index = bisect_right(self._starts, at) - 1
@@ -96,12 +96,12 @@ class Pieces:
             at = self._starts[index] + end
         return parts, at
 
-    def whole(self, indices: Collection[int]) -> list[Part]:
+    def whole(self, indices: Collection[int]) -> list[Chunk]:
         """Copy all elements of some parameters."""
         return [self._copied(index, 0, self._parameters[index].numel()) for index in indices]
 
     @torch.no_grad()
-    def put(self, parts: Sequence[Part]) -> None:
+    def put(self, parts: Sequence[Chunk]) -> None:
         """Write elements that another rank has copied."""
         for number, first, elements, states in parts:
             parameter = self._parameters[number]
@@ -153,7 +153,7 @@ class Pieces:
         along = [value for value in values if _goes_along(value, parameter)]
         return sum(each.element_size() for each in (parameter, *along))
 
-    def _copied(self, index: int, begin: int, end: int) -> Part:
+    def _copied(self, index: int, begin: int, end: int) -> Chunk:
         parameter = self._parameters[index]
         states: list[dict[str, Remembered] | None] = []
         for optimizer in self._optimizers:
@@ -387,7 +387,9 @@ class Donor:
         head: flat bytes that the new rank needs before its first step.
     """
 
-    def __init__(self, pieces: Pieces, group: dist.ProcessGroup, place: int, head: Tensor) -> None:
+    def __init__(
+        self, pieces: StateChunks, group: dist.ProcessGroup, place: int, head: Tensor
+    ) -> None:
         self._pieces = pieces
         self._group = group
         self._place = place
@@ -467,11 +469,11 @@ class NewRank:
         at: the number of elements that have arrived.
     """
 
-    def __init__(self, pieces: Pieces) -> None:
+    def __init__(self, pieces: StateChunks) -> None:
         self._pieces = pieces
         self.at = 0
-        self._receives: InBackground[tuple[int, list[Part]]] | None = None
-        self._piece: tuple[int, list[Part]] | None = None
+        self._receives: InBackground[tuple[int, list[Chunk]]] | None = None
+        self._piece: tuple[int, list[Chunk]] | None = None
 
     @property
     def has_all(self) -> bool:
@@ -488,12 +490,12 @@ class NewRank:
         """
         at, self._piece, own = self.at, None, self._pieces.nbytes
 
-        def receive_piece() -> tuple[int, list[Part]]:
+        def receive_piece() -> tuple[int, list[Chunk]]:
             if is_first:
                 receive(group, donor, own)  # this rank has a head already
                 send_number(at, group, donor)
             send_number(1, group, donor)
-            piece: tuple[int, list[Part]] = unpacked(receive(group, donor, own))
+            piece: tuple[int, list[Chunk]] = unpacked(receive(group, donor, own))
             send_number(1, group, donor)
             return piece
 

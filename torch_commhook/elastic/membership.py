@@ -561,7 +561,7 @@ def _without_conflicts(lost: Mapping[int, Collection[int]]) -> set[int]:
 _SIGNS = 5
 
 
-class StoreSigns:
+class Heartbeats:
     """This process's signs of life, and those of others.
 
     Args:

@@ -25,7 +25,7 @@ from torch_commhook import _C
 from torch_commhook.addresses import family_of, interfaces, loopback, with_port
 from torch_commhook.collectives.gloo_groups import destroy_group, make_group
 from torch_commhook.collectives.wire import close_in_forks, number_and_inode
-from torch_commhook.elastic.membership import LeftOutError, Lost, Membership, StoreSigns, View
+from torch_commhook.elastic.membership import Heartbeats, LeftOutError, Lost, Membership, View
 from torch_commhook.metrics import MembershipEvent
 from torch_commhook.step.connected_group import (
     PeerError,
@@ -44,7 +44,7 @@ from torch_commhook.step.step_group import StepGroup, tell_unreachable
 _AT_ONCE = 64
 
 
-class Door:
+class PortProbe:
     """A port of this process that others can connect to, and the ports of others.
 
     The process never accepts these connections: it suffices that the system does.
@@ -301,8 +301,8 @@ class ElasticRanks:
             patience=settings.timeout,
             first_ranks=settings.ranks,
         )
-        self._signs = StoreSigns(self._store, self.membership.own, half)
-        self._door = Door(self._store, self.membership.own, half)
+        self._signs = Heartbeats(self._store, self.membership.own, half)
+        self._door = PortProbe(self._store, self.membership.own, half)
         self._base: dist.ProcessGroup | None = None
         self._addresses: list[Callable[[], object]] = []  # remove those of groups that have ended
         self._base_address: Callable[[], object] = lambda: None  # removes that of the base

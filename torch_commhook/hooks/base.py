@@ -21,7 +21,7 @@ from torch_commhook.collectives.futures import is_capturing
 from torch_commhook.collectives.gloo_groups import group_rank, resolve_group
 from torch_commhook.memory.bucket_memory import BucketMemory, ShardedBucket
 from torch_commhook.memory.hook_memory import HookMemory
-from torch_commhook.memory.watches import JumpWatch
+from torch_commhook.memory.watches import ScaleJumpDetector
 from torch_commhook.native.bucket_ops import BUCKET_DTYPES
 from torch_commhook.native.runtime import hook_name
 from torch_commhook.spans import active, bucket_label, spans_of
@@ -292,10 +292,10 @@ class Hook(ABC):
                 own.count_step()
             own.has_begun = True
             if self.keeps_error:
-                if own.jump_watch is None:
-                    own.jump_watch = JumpWatch(hook_name(self), keeps_error=True)
+                if own.jump_detector is None:
+                    own.jump_detector = ScaleJumpDetector(hook_name(self), keeps_error=True)
                 if not is_capturing(bucket.device()):
-                    own.jump_watch.look(bucket)
+                    own.jump_detector.look(bucket)
         return memory
 
     def __getattr__(self, name: str) -> Any:
@@ -403,7 +403,7 @@ class Hook(ABC):
         if own is None:
             return resolve_group(bucket.process_group())
         own, memory = resolve_group(own), bucket.memory
-        return own if memory is None else memory.stand_in(own)
+        return own if memory is None else memory.private_group(own)
 
     def _find_groups(self, group: dist.ProcessGroup) -> None:
         """Make the process groups that this hook, or one inside, determines itself, if it has none.

@@ -332,8 +332,8 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
         return hierarchical_all_reduce(
             bucket.sources(),
             self.codec,
-            intra_group=[memory.stand_in(group) for group in self.intra_groups],
-            inter_group=memory.stand_in(self.inter_group),
+            intra_group=[memory.private_group(group) for group in self.intra_groups],
+            inter_group=memory.private_group(self.inter_group),
             scale=1.0 / (place_in_node(self.intra_groups)["ranks"] * self.inter_group.size()),
             out=result_tensor(bucket, memory),
             carry=memory.tensors.get("error"),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.collectives import all_reduce, all_to_all
-from torch_commhook.collectives.futures import beside, then_beside
+from torch_commhook.collectives.futures import on_side_stream, then_on_side_stream
 from torch_commhook.collectives.plain import (
     LEAST_RANKS,
     issue_reduce_scatter,
@@ -128,7 +128,9 @@ class cast(Hook):  # noqa: N801
             flat = bucket.flatten(scale=scale, dtype=self.dtype)
             flat = torch.nn.functional.pad(flat, (0, padded - numel))
             return wide_all_reduce(flat, numel, None, group=group)
-        with beside(bucket.device(), self.memory(bucket).buffers.stream, [bucket.sources()]):
+        with on_side_stream(
+            bucket.device(), self.memory(bucket).buffers.stream, [bucket.sources()]
+        ):
             wire = self._buffer("rounded", bucket, padded)
             shards = self._buffer("received", bucket, padded)
             assert wire is not None
@@ -143,7 +145,9 @@ class cast(Hook):  # noqa: N801
     def average_shard(self, bucket: ShardedBucket) -> torch.futures.Future[Tensor]:
         check_dense(self, bucket)
         group = self.group(bucket)
-        with beside(bucket.device(), self.memory(bucket).buffers.stream, [bucket.sources()]):
+        with on_side_stream(
+            bucket.device(), self.memory(bucket).buffers.stream, [bucket.sources()]
+        ):
             wire = self._buffer("rounded", bucket, bucket.numel())
             shards = self._buffer("received", bucket, bucket.numel())
             with timed(None, "encode"):
@@ -155,7 +159,7 @@ class cast(Hook):  # noqa: N801
                 with torch.no_grad(), timed(None, "decode"):
                     return sum_rows(done.value().view(ranks, -1), shard)
 
-            return then_beside(received, add_up, bucket.device())
+            return then_on_side_stream(received, add_up, bucket.device())
 
     def __repr__(self) -> str:
         return f"cast({str(self.dtype).removeprefix('torch.')})"

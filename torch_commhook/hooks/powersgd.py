@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.codecs.base import decay_error, decays_at_random
-from torch_commhook.collectives.futures import beside, is_capturing, two_stages
+from torch_commhook.collectives.futures import is_capturing, on_side_stream, two_stages
 from torch_commhook.collectives.issuing import issue_all_reduce, second_place
 from torch_commhook.collectives.plain import all_reduce, all_reduce_bytes
 from torch_commhook.collectives.traced import traced_all_reduce
@@ -156,7 +156,7 @@ class powersgd(Hook):  # noqa: N801 (a hook is written as it is called)
         if call.is_traced:
             return call.start(bucket, group)
         used = (bucket.sources(), call.q, call.error)
-        with beside(call.device, call.memory.buffers.stream, used):
+        with on_side_stream(call.device, call.memory.buffers.stream, used):
             return call.start(bucket, group)
 
     def result_dtype(self, bucket: GradBucket) -> torch.dtype:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from torch_commhook.cli.place import slurm_variables
+from torch_commhook.cli.launch_environment import slurm_variables
 
 
 def set_variables() -> bool:

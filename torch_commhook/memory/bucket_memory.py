@@ -67,7 +67,7 @@ class ModelMemory:
         store: memory by parameter.
         rank, world_size: this process's rank and the number of ranks.
         replays: counts the steps that CUDA graphs have run.
-        stand_ins: groups that replace groups that the user gave to hooks, by these groups' names.
+        private_groups: by the name of a group that the user gave to a hook, the one in its place.
         past: see :class:`BucketMemory`.
         scratch: float tensors for calls of any bucket.
     """
@@ -77,7 +77,7 @@ class ModelMemory:
         self.rank, self.world_size = 0, 1
         self._seen_steps = 0  # by the host
         self.replays = Replays()
-        self.stand_ins: dict[str, dist.ProcessGroup] = {}
+        self.private_groups: dict[str, dist.ProcessGroup] = {}
         self.past: dict[int, bool] = {}
         self.scratch = Scratch()
 
@@ -86,9 +86,9 @@ class ModelMemory:
         """The number of steps done on all ranks. Waits for the device if graphs run steps."""
         return self._seen_steps + self.replays.count()
 
-    def stand_in(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+    def private_group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """The group to use instead of a group that the user gave a hook, or that group itself."""
-        return self.stand_ins.get(group_name(group), group) if self.stand_ins else group
+        return self.private_groups.get(group_name(group), group) if self.private_groups else group
 
 
 class BucketMemory:
@@ -177,9 +177,9 @@ class BucketMemory:
         """The number of steps done."""
         return self._owner.steps
 
-    def stand_in(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+    def private_group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """The group through which a hook communicates instead of the one that the user gave it."""
-        return self._owner.stand_in(group)
+        return self._owner.private_group(group)
 
     def flat(self, name: str) -> Tensor:
         """Return a flat tensor of ``error_dtype``, one element per bucket element; at first zeros.

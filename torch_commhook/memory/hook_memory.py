@@ -46,7 +46,7 @@ from torch_commhook.memory.states import (
     checked_state,
     multiply_error,
 )
-from torch_commhook.memory.watches import JumpWatch, Scaler
+from torch_commhook.memory.watches import ScaleJumpDetector, Scaler
 
 # ---- a hook's memory between steps, by parameter, independent of buckets -------------------------
 #
@@ -70,7 +70,7 @@ class HookMemory(ModelMemory):
         scaler: the scaler of the gradients, or None.
         scale: the factor in the errors: the scaler's scale when they were written.
         loss_scale: the same as a tensor, if a scaler is followed.
-        jump_watch: detects a scale, if it matters and no scaler is known.
+        jump_detector: detects a scale, if it matters and no scaler is known.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class HookMemory(ModelMemory):
         self.scaler: Scaler | None = None
         self.scale = 1.0
         self.loss_scale: Tensor | None = None
-        self.jump_watch: JumpWatch | None = None
+        self.jump_detector: ScaleJumpDetector | None = None
         self._prepare: Callable[[BucketMemory], None] | None = None
 
     def set_parameters(
@@ -290,14 +290,14 @@ class HookMemory(ModelMemory):
         return self.is_empty
 
     @property
-    def place(self) -> tuple[int, int]:
+    def state_rank(self) -> tuple[int, int]:
         """This process's number among those with states of one training, and their number."""
         return (0, 1) if self.any_rank_loads else (self.rank, self.world_size)
 
     @property
     def own_key(self) -> str:
         """The key of this process's own part of a state."""
-        return f"rank{self.place[0]}"
+        return f"rank{self.state_rank[0]}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as tensors and plain values, by parameter name."""
@@ -315,7 +315,7 @@ class HookMemory(ModelMemory):
             kind: {name: tensor.detach().clone() for name, tensor in tensors.items()}
             for kind, tensors in self.store.named_shared().items()
         }
-        rank, ranks = self.place
+        rank, ranks = self.state_rank
         return {
             "version": VERSION,
             "steps": self.steps,
@@ -334,7 +334,7 @@ class HookMemory(ModelMemory):
                 parameters or shapes, or to a hook with another memory.
         """
         by_name = dict(self.store.named_parameters())
-        rank, ranks = self.place
+        rank, ranks = self.state_rank
         remembered = self._with_choices_of(state)._remembered()
         return checked_state(state, by_name, remembered, rank=rank, world_size=ranks)
 
@@ -379,7 +379,7 @@ class HookMemory(ModelMemory):
         self._set_scale(1.0)  # a state belongs to unscaled gradients
         for step in self.past:
             self.past[step] = state["steps"] >= step
-        own = state[f"rank{self.place[0]}"]
+        own = state[f"rank{self.state_rank[0]}"]
         self.store.load_state(own, state["shared"], state["choices"])
 
     def _memories_and_parts(self) -> list[BucketMemory]:

@@ -62,11 +62,11 @@ class UnshardedMemory(HookMemory):
             rank: this process's rank among these.
         """
         self._parameters = {each.name: each for each in parameters}
-        self._shards = {each.name: each.stand_ins() for each in parameters}
+        self._shards = {each.name: each.placeholders() for each in parameters}
         named = [
-            (_piece_name(name, number), stand_in)
-            for name, stand_ins in self._shards.items()
-            for number, stand_in in enumerate(stand_ins)
+            (_piece_name(name, number), placeholder)
+            for name, placeholders in self._shards.items()
+            for number, placeholder in enumerate(placeholders)
         ]
         self.set_parameters(named, rank=rank, world_size=parameters[0].shards)
 
@@ -78,7 +78,7 @@ class UnshardedMemory(HookMemory):
         return other
 
     @property
-    def place(self) -> tuple[int, int]:
+    def state_rank(self) -> tuple[int, int]:
         replica, replicas = self.replica
         return replica * self.world_size + self.rank, replicas * self.world_size
 
@@ -107,14 +107,14 @@ class UnshardedMemory(HookMemory):
 
     def _places_of_padding(self, memory: BucketMemory) -> list[tuple[int, int]]:
         place_of = {
-            id(stand_in): (self._parameters[name], number)
-            for name, stand_ins in self._shards.items()
-            for number, stand_in in enumerate(stand_ins)
+            id(placeholder): (self._parameters[name], number)
+            for name, placeholders in self._shards.items()
+            for number, placeholder in enumerate(placeholders)
         }
         places = []
         offsets, lengths = memory.layout.offsets, memory.layout.lengths
-        for stand_in, offset, length in zip(memory.parameters, offsets, lengths, strict=True):
-            parameter, number = place_of[id(stand_in)]
+        for placeholder, offset, length in zip(memory.parameters, offsets, lengths, strict=True):
+            parameter, number = place_of[id(placeholder)]
             if parameter.dim == 0:  # others divide evenly
                 rows = parameter.shard_shape[0]
                 begin = length // max(rows, 1) * parameter.rows_of(number)
@@ -162,7 +162,7 @@ class UnshardedMemory(HookMemory):
         }
         state = without_part(state, self.part, load_error)
         _check_shards(state, 1)
-        rank, ranks = self.place
+        rank, ranks = self.state_rank
         return checked_state(state, by_name, remembered, rank=rank, world_size=ranks)
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -207,7 +207,7 @@ class ReplicaMemory(HookMemory):
         shard: the number of this rank's shard, and the number of shards.
         part: as for :class:`UnshardedMemory`.
         parameters: the model's parameters.
-        beside: the memory of the hook in the reduce-scatters, or None.
+        of_shard_hook: the memory of the hook in the reduce-scatters, or None.
     """
 
     def __init__(self) -> None:
@@ -215,18 +215,18 @@ class ReplicaMemory(HookMemory):
         self.shard = 0, 1
         self.part = 0, 1
         self.parameters: list[ShardedParameter] = []
-        self.beside: HookMemory | None = None
+        self.of_shard_hook: HookMemory | None = None
 
     @property
     def _beside_remembers(self) -> bool:
-        return self.beside is not None and not self.beside.is_empty
+        return self.of_shard_hook is not None and not self.of_shard_hook.is_empty
 
     @property
     def remembers_nothing(self) -> bool:
         return self.is_empty and not self._beside_remembers
 
     @property
-    def place(self) -> tuple[int, int]:
+    def state_rank(self) -> tuple[int, int]:
         shard, shards = self.shard
         return self.rank * shards + shard, self.world_size * shards
 
@@ -237,7 +237,11 @@ class ReplicaMemory(HookMemory):
     def new_for_same_model(self) -> HookMemory:
         other = super().new_for_same_model()
         assert isinstance(other, ReplicaMemory)
-        other.shard, other.parameters, other.beside = self.shard, self.parameters, self.beside
+        other.shard, other.parameters, other.of_shard_hook = (
+            self.shard,
+            self.parameters,
+            self.of_shard_hook,
+        )
         other.part = self.part
         return other
 
@@ -248,8 +252,8 @@ class ReplicaMemory(HookMemory):
             state[choices_key(self.shard[0])] = state["choices"]
             state["shared"], state["choices"] = {}, {}
         if self._beside_remembers:
-            assert self.beside is not None
-            state[SHARD_HOOK] = self.beside.state_dict()
+            assert self.of_shard_hook is not None
+            state[SHARD_HOOK] = self.of_shard_hook.state_dict()
         return of_part(state, self.part)
 
     def check_state(self, state: Any) -> dict[str, Any]:
@@ -266,15 +270,15 @@ class ReplicaMemory(HookMemory):
                 f"the state must have the memory of a shard_hook if there is one, got {has}"
             )
         if self._beside_remembers:
-            assert self.beside is not None
-            checked[SHARD_HOOK] = self.beside.check_state(state[SHARD_HOOK])
+            assert self.of_shard_hook is not None
+            checked[SHARD_HOOK] = self.of_shard_hook.check_state(state[SHARD_HOOK])
         return checked
 
     def load_state(self, state: dict[str, Any]) -> None:
         super().load_state(state)
         if self._beside_remembers:
-            assert self.beside is not None
-            self.beside.load_state(state[SHARD_HOOK])
+            assert self.of_shard_hook is not None
+            self.of_shard_hook.load_state(state[SHARD_HOOK])
 
 
 def _check_shards(state: Any, wanted: int) -> None:

@@ -57,7 +57,7 @@ class ShardedParameter:
         rows = self.shard_shape[self.dim]
         return max(min(self.shape[self.dim] - rank * rows, rows), 0)
 
-    def stand_ins(self) -> list[Tensor]:
+    def placeholders(self) -> list[Tensor]:
         """For each rank a placeholder with its shard's form, which takes no memory."""
         one = torch.empty((), dtype=self.dtype, device=self.device)
         return [one.expand(self.shard_shape) for _ in range(self.shards)]

@@ -85,7 +85,7 @@ _TOLERANCES = 0.2, 0.4
 _MOST = 0.7
 
 
-class JumpWatch:
+class ScaleJumpDetector:
     """Warns once if a rank's gradients become 2**k times as large between two steps, and stay so.
 
     Training itself seldom does this. In each step the watch takes the norm of a sample of bucket 0.

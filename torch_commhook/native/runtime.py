@@ -31,7 +31,7 @@ from torch_commhook.native.stamp import HOW_TO_BUILD
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def left_to_python(function: _Function, *, with_callees: bool = True) -> _Function:
+def skip_dynamo(function: _Function, *, with_callees: bool = True) -> _Function:
     """Let Python run a function and all that it calls, wherever it is called.
 
     For functions that C++ (autograd, the garbage collector) calls while compiled code runs. The

@@ -24,7 +24,7 @@ from torch_commhook.collectives.gloo_groups import (
     is_known,
     make_known,
 )
-from torch_commhook.native.runtime import left_to_python
+from torch_commhook.native.runtime import skip_dynamo
 from torch_commhook.process_group.operations import Call, describe
 from torch_commhook.process_group.work import on_completion, take_over
 from torch_commhook.wording import check_type
@@ -296,7 +296,7 @@ class _Completed:
                     _C.report_unraisable(raised, hook)
 
 
-_C.set_run_with_hooks(left_to_python(run_with_hooks))
+_C.set_run_with_hooks(skip_dynamo(run_with_hooks))
 
 
 # ---- the base class of process groups in Python --------------------------------------------------
@@ -310,7 +310,7 @@ _MOST_SHOWN = 16
 
 def called_by_cpp(function: FunctionType, name: str) -> Any:
     """The attribute of a class of groups for a method that C++ calls too."""
-    return _C.group_method(left_to_python(function), name)
+    return _C.group_method(skip_dynamo(function), name)
 
 
 class ProcessGroup(_C.ProcessGroup):

@@ -21,8 +21,8 @@ from torch_commhook.collectives.compressed_chunks import (
 from torch_commhook.collectives.futures import (
     SecondStages,
     StreamNumber,
-    beside,
     issuing_later,
+    on_side_stream,
 )
 from torch_commhook.collectives.plain import (
     LEAST_RANKS,
@@ -333,7 +333,7 @@ class CompressedProcessGroup(WrapperProcessGroup):
         shards = torch.empty_like(wire)
         # The caller may wait at once: the second collective must not wait for a hook's next bucket.
         second = SecondStages()
-        with beside(wire.device, self._stream, [wire, shards]), issuing_later(second):
+        with on_side_stream(wire.device, self._stream, [wire, shards]), issuing_later(second):
             timeout = timeout_of(options)
             future = wide_all_reduce(wire, numel, shards, group=self.parent, timeout=timeout)
         second.issue()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torch_commhook import _C
 from torch_commhook.collectives.futures import is_driven_by_wait
-from torch_commhook.native.runtime import left_to_python
+from torch_commhook.native.runtime import skip_dynamo
 
 # ---- calls functions at given times, on a thread that ends when no call is pending ---------------
 
@@ -148,12 +148,12 @@ def have_all_names(cls: type, names: list[str], method: Any) -> None:
 
 def called_by_cpp(function: types.FunctionType, name: str) -> Any:
     """The attribute of a class of works for a method that C++ calls too."""
-    method = _C.work_method(left_to_python(function), name)
+    method = _C.work_method(skip_dynamo(function), name)
 
     # A function, since Dynamo loses `self` of other callables.
     if name != "wait":
 
-        @left_to_python
+        @skip_dynamo
         @functools.wraps(function)
         def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
             return method(self, *arguments, **keywords)
@@ -162,7 +162,7 @@ def called_by_cpp(function: types.FunctionType, name: str) -> Any:
     code = function.__code__
     needs_timeout = code.co_argcount - len(function.__defaults__ or ()) > 1
 
-    @left_to_python
+    @skip_dynamo
     @functools.wraps(function)
     def wait(self: Any, *arguments: Any, **keywords: Any) -> Any:
         if needs_timeout and not arguments and not keywords:

@@ -3,7 +3,7 @@
 Python may still run a part of it, as in eager code: everything if nothing compiles the captured
 backward, and the rest after a graph break. A hook that is not marked as traceable runs after the
 compiled part: the last parameter's hook calls it through a disabled function. This costs one graph
-break, and no code of the library is compiled piecewise on its own (``left_to_python``).
+break, and no code of the library is compiled piecewise on its own (``skip_dynamo``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch_commhook.collectives import TracedFuture
 from torch_commhook.memory.unsent import keep_unsent
 from torch_commhook.metrics import TRACED_METER, as_text, from_text
 from torch_commhook.native.bucket_ops import check_flat, check_used
-from torch_commhook.native.runtime import left_to_python
+from torch_commhook.native.runtime import skip_dynamo
 from torch_commhook.reducer.buckets import BucketState, TracedBucket, destinations
 from torch_commhook.reducer.eager_step import EagerStep
 from torch_commhook.reducer.parameters import ParameterUse, ReducerParameters, missing_in, needs_all
@@ -72,7 +72,7 @@ class TracedState:
 
 # Compiled autograd calls hooks through this. Otherwise a graph break would compile it with the hook
 # inside.
-left_to_python(call_hook, with_callees=False)
+skip_dynamo(call_hook, with_callees=False)
 
 
 @torch.compiler.assume_constant_result
@@ -111,7 +111,7 @@ def start_traced(attached: Attached, bucket: GradBucket, where: str) -> HookCall
         TypeError: the hook returned neither a Future nor a tensor.
     """
     hook = attached.hook
-    local = attached.stages.before(bucket, where)
+    local = attached.bucket_hooks.before(bucket, where)
     TRACED_METER.active = True
     try:
         dtype = hook.result_dtype(bucket)
@@ -324,7 +324,7 @@ class CompiledStep(EagerStep):
             self._count_traced(results)
         has_missing = self._write_missing(results, used)
         self._use.forget()
-        if has_missing and attached.stages.has_post_accumulate_hooks:
+        if has_missing and attached.bucket_hooks.has_post_accumulate_hooks:
             self._run_post_accumulate_hooks_untraced()
         else:
             self.run_post_accumulate_hooks()

@@ -145,7 +145,7 @@ class EagerStep:
             return result
         keeps = self.attached.keeps_error and state.pending
         self._averaged.append(result.clone() if keeps else result)  # post-hooks may write to it
-        return self.attached.stages.after(call.bucket, result, call.local, call.where)
+        return self.attached.bucket_hooks.after(call.bucket, result, call.local, call.where)
 
     # ---- the end ---------------------------------------------------------------------------------
 
@@ -298,10 +298,10 @@ class EagerStep:
 
     def run_post_accumulate_hooks(self) -> None:
         """Run the hooks that see the gradients once all are written."""
-        stages = self.attached.stages
-        if stages.has_post_accumulate_hooks and self.cpp is None:
+        around = self.attached.bucket_hooks
+        if around.has_post_accumulate_hooks and self.cpp is None:
             for call in self._calls:
-                stages.done(call.bucket, call.where)
+                around.done(call.bucket, call.where)
 
     def take_part_with_zeros(self) -> None:
         """Take part in the other ranks' steps with zeros, and write nothing."""

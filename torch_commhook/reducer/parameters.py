@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_commhook import _C
 from torch_commhook.native.bucket_ops import GRADIENT_DTYPES, check_dense
-from torch_commhook.native.runtime import left_to_python
+from torch_commhook.native.runtime import skip_dynamo
 from torch_commhook.reducer.buckets import BucketState, destinations
 from torch_commhook.step.step_group import StepGroup
 
@@ -236,7 +236,7 @@ class ParameterHooks:
         for name, handle in zip(self._parameters.names, self._handles, strict=True):
             hooks = handle.hooks_dict_ref()
             if hooks is not None and handle.id in hooks:
-                hook = hooks[handle.id] = left_to_python(ready_hook(name))
+                hook = hooks[handle.id] = skip_dynamo(ready_hook(name))
                 self.called.add(hook)
         self.arrivals.assign(buckets)
 

@@ -58,7 +58,7 @@ from torch._dynamo import compiled_autograd
 from torch_commhook import collectives
 from torch_commhook.buckets.grad_bucket import assign_buckets, split_by_kind
 from torch_commhook.collectives.futures import is_capturing
-from torch_commhook.native.runtime import left_to_python
+from torch_commhook.native.runtime import skip_dynamo
 from torch_commhook.reducer.buckets import BucketState
 from torch_commhook.reducer.compiled_step import (
     CompiledBackward,
@@ -192,7 +192,7 @@ class Reducer:
 
     # ---- buckets ---------------------------------------------------------------------------------
 
-    @left_to_python
+    @skip_dynamo
     def _renew_memory(self) -> None:
         """Renew the memory after the backward in which another hook was attached."""
         self._memory_is_old = False
@@ -323,7 +323,7 @@ class Reducer:
 
     # ---- an eager backward -----------------------------------------------------------------------
 
-    @left_to_python
+    @skip_dynamo
     def enter_backward(self) -> None:
         """Note the first gradient of a backward, or of another one nested in it or around it."""
         if compiled_autograd.in_compiled_autograd_region:
@@ -342,7 +342,7 @@ class Reducer:
         cpp = None if step is None else step.cpp
         self._arrivals.count_in_this_backward(step is not None, cpp)
         nested, number = running.is_nested, self._begun_count
-        _engine.queue_callback(left_to_python(lambda: self._end_of_backward(nested, number)))
+        _engine.queue_callback(skip_dynamo(lambda: self._end_of_backward(nested, number)))
 
     def _begin_eager(self) -> EagerBackward:
         self._reset()  # other threads may have written to it, though they should not
@@ -362,7 +362,7 @@ class Reducer:
             self._abort(step, error)
         return eager
 
-    @left_to_python
+    @skip_dynamo
     def bucket_full(self, index: int) -> None:
         """Note the last gradient of a bucket."""
         self._buckets[index].pending = 0
@@ -377,7 +377,7 @@ class Reducer:
                 raise RuntimeError(TWO_AT_ONCE) from error
             self._abort(step, error)
 
-    @left_to_python
+    @skip_dynamo
     def came_again(self, number: int) -> None:
         """Note a second gradient for a parameter of a full bucket."""
         step = None if self._eager is None else self._eager.step
@@ -390,7 +390,7 @@ class Reducer:
             )
             self._abort(step, error)
 
-    @left_to_python
+    @skip_dynamo
     def start_failed(self, error: BaseException) -> None:
         """Note that the C++ hook raised when it was started on a bucket."""
         step = None if self._eager is None else self._eager.step
@@ -401,7 +401,7 @@ class Reducer:
             error = explained
         self._abort(step, error)
 
-    @left_to_python
+    @skip_dynamo
     def _end_of_backward(self, nested: bool, number: int) -> None:
         if number != self._begun_count:
             raise RuntimeError(TWO_AT_ONCE)
@@ -482,7 +482,7 @@ class Reducer:
         step.warn_untraced()
         self._finish(step)
 
-    @left_to_python
+    @skip_dynamo
     def before_capture(self) -> None:
         """Prepare for compiled autograd to capture a backward.
 
@@ -513,7 +513,7 @@ class Reducer:
             note_backward(self._traced.token, self.key)
         elif attached.local_steps is not None:
             attached.local_steps.note_backward()
-        if not attached.stages.is_empty:
+        if not attached.bucket_hooks.is_empty:
             return attached
         if not _is_compiling():  # the gradients stay in their memory
             self._on_step(True)

@@ -22,7 +22,7 @@ from torch_commhook.collectives.agreement import gathering_through
 from torch_commhook.collectives.futures import (
     SecondStages,
     UsedTensors,
-    driven,
+    await_lazy,
     is_capturing,
     issuing_later,
     keeping,
@@ -44,7 +44,7 @@ from torch_commhook.hooks.compressed import check_is_hook
 from torch_commhook.hooks.cpp import cpp
 from torch_commhook.memory.bucket_memory import BucketMemory, ShardedBucket
 from torch_commhook.memory.hook_memory import HookMemory
-from torch_commhook.memory.watches import JumpWatch, scale_of
+from torch_commhook.memory.watches import ScaleJumpDetector, scale_of
 from torch_commhook.metrics import (
     BucketTraffic,
     HookStats,
@@ -55,8 +55,8 @@ from torch_commhook.metrics import (
 )
 from torch_commhook.native.runtime import check_hook_of, hook_name
 from torch_commhook.spans import active, bucket_label, spans_of
+from torch_commhook.step.bucket_hooks import BucketHooks
 from torch_commhook.step.seen_collectives import SeenCollectives
-from torch_commhook.step.stages import BucketStages
 from torch_commhook.step.step_group import StepGroup
 
 # ---- a running call of a hook on one bucket: started, awaited, checked ---------------------------
@@ -95,12 +95,12 @@ class HookCall:
 
     @classmethod
     def start_average(cls, hook: Hook, bucket: GradBucket, where: str) -> HookCall:
-        """Start a hook of the library on a bucket, without stages around it."""
+        """Start a hook of the library on a bucket, without hooks around it."""
         used, meter = UsedTensors(), WireMeter()
         spans = spans_of(lambda: bucket_label(bucket.index(), hook_name(hook)))
         with keeping(used), counting(meter), active(spans):
             dtype = checked_result_dtype(hook, bucket)
-            result = driven(_C.run_average(hook, bucket))
+            result = await_lazy(_C.run_average(hook, bucket))
         if spans is not None:
             spans.note_sent(result)
         traffic = meter.traffic(bucket.numel(), bucket.dtype())
@@ -158,7 +158,7 @@ class Attached:
         hook: the hook, or a :class:`FunctionHook` of a callable.
         given: what the user gave: a hook or a callable.
         local_steps: its :class:`LocalSteps` if the hook keeps ranks apart, or None.
-        choosing: its :class:`ChoosingByPlan` if the hook chooses, or None.
+        choosing: its :class:`AutoSelector` if the hook chooses, or None.
         second_stages: second stages of collectives, which wait for the next bucket.
         connections: the number of connections for a large message between two ranks; None to keep
             the present number, or to find one.
@@ -174,7 +174,7 @@ class Attached:
     name: str
     traceable: bool
     memory: HookMemory
-    stages: BucketStages = field(default_factory=BucketStages)
+    bucket_hooks: BucketHooks = field(default_factory=BucketHooks)
     stats: HookStats = field(default_factory=HookStats)
     traced_steps: TracedSteps = field(default_factory=TracedSteps)
     local_steps: Any = None
@@ -238,10 +238,10 @@ class Attached:
         if self.follows_scale:
             self.memory.make_loss_scale(device)
         elif self.minds_scale:
-            self.memory.jump_watch = JumpWatch(self.name, keeps_error=self.keeps_error)
-        stand_ins = self.memory.stand_ins
+            self.memory.jump_detector = ScaleJumpDetector(self.name, keeps_error=self.keeps_error)
+        private_groups = self.memory.private_groups
         for own in self.hook.own_groups():
-            stand_ins[group_name(own)] = group.stand_in(own, device)
+            private_groups[group_name(own)] = group.private_group(own, device)
 
     def gathering(self, device: torch.device) -> AbstractContextManager[None]:
         """Let gathers of the hook's collectives inside the block end with the step, if it fails.
@@ -357,7 +357,7 @@ class Attached:
     def cpp_hook(self) -> _C.CppHook | None:
         """The hook in C++, if it is one and no Python hooks run around it."""
         # A subclass may do more.
-        return self.hook.native if type(self.hook) is cpp and self.stages.is_empty else None
+        return self.hook.native if type(self.hook) is cpp and self.bucket_hooks.is_empty else None
 
     @property
     def own_group(self) -> dist.ProcessGroup | None:
@@ -367,10 +367,10 @@ class Attached:
             ValueError: this rank is not in it.
         """
         group = self.hook.process_group
-        return None if group is None else self.memory.stand_in(resolve_group(group))
+        return None if group is None else self.memory.private_group(resolve_group(group))
 
     def start(self, bucket: GradBucket, where: str, *, in_order: bool = False) -> HookCall:
-        """Run the stages before the hook, and start the hook.
+        """Run the hooks before the hook, and start it.
 
         Args:
             bucket: the bucket.
@@ -378,12 +378,12 @@ class Attached:
             in_order: whether all buckets of a step are started in order before anybody waits for a
                 result. Collectives of two stages may then overlap.
         """
-        local = self.stages.before(bucket, where)
+        local = self.bucket_hooks.before(bucket, where)
         hook = self.hook
         if bucket.memory is not None and is_capturing(bucket.device()):
             hook.check_capture(bucket.memory)
-        elif self.memory.jump_watch is not None:
-            self.memory.jump_watch.look(bucket)
+        elif self.memory.jump_detector is not None:
+            self.memory.jump_detector.look(bucket)
         is_waiting = in_order and hook.lets_stages_wait
         if is_waiting and bucket.index() == 0:
             self.second_stages.give_up(_left())  # of a backward that an exception has ended
@@ -395,7 +395,7 @@ class Attached:
             with later, seeing as seen, counting(meter), active(spans):
                 # Writing the result into the gradients casts it, without another pass.
                 dtype = checked_result_dtype(hook, bucket)
-                result = driven(_C.run_average(hook, bucket))
+                result = await_lazy(_C.run_average(hook, bucket))
             if spans is not None:
                 spans.note_sent(result)
             if is_waiting and bucket.index() + 1 == bucket.bucket_count():
@@ -418,12 +418,12 @@ class Attached:
         """
         if is_capturing(bucket.device()):
             self.hook.check_capture(self.hook.memory(bucket))
-        elif self.memory.jump_watch is not None:
-            self.memory.jump_watch.look(bucket)
+        elif self.memory.jump_detector is not None:
+            self.memory.jump_detector.look(bucket)
         spans = spans_of(lambda: bucket_label(bucket.index(), self.name))
         with self._seeing(), active(spans), self.gathering(bucket.device()):
             future: torch.futures.Future[Tensor] = _C.as_future(
-                driven(self.hook.average_shard(bucket)), where
+                await_lazy(self.hook.average_shard(bucket)), where
             )
         if spans is not None:
             spans.note_sent(future)

@@ -164,7 +164,7 @@ class StepGroup:
         #: Connections for large messages.
         self.connections = MoreConnections()
         self._has_connected_more = False  # the present groups
-        self._stand_ins: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
+        self._private_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
             weakref.WeakKeyDictionary()
         )
         # Groups of the hook beside its own, which cannot reconnect.
@@ -209,7 +209,7 @@ class StepGroup:
         """Note that another hook is attached, which may communicate through other groups."""
         self._outside.clear()
 
-    def stand_in(self, group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    def private_group(self, group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
         """The group through which hooks communicate instead of a group that the user gave.
 
         It has a channel of its own, which begins anew together with :attr:`group`. All ranks call
@@ -228,10 +228,10 @@ class StepGroup:
         ):
             self._note_outside(group)
             return group
-        found = self._stand_ins.get(group)
+        found = self._private_groups.get(group)
         if found is None:
             found = self._make(f"{self.name}/{group_name(group)}", group, _described(group))
-            self._stand_ins[group] = found
+            self._private_groups[group] = found
             self._connect_more(found)
         return found
 
@@ -242,21 +242,21 @@ class StepGroup:
 
         Args:
             count: the number of connections. None keeps the last number; the first time it measures
-                the link, here and when :meth:`stand_in` makes a group.
+                the link, here and when :meth:`private_group` makes a group.
         """
         is_new = count is not None and count != self.connections.count
         if not self.recovers or (self._has_connected_more and not is_new):
             return
         self.connections.count = self.connections.count if count is None else count
         self.connect()
-        for group in [self.group, *self._stand_ins.values()]:
+        for group in [self.group, *self._private_groups.values()]:
             self._connect_more(group)
         self._has_connected_more = True
 
     @property
     def takes_connections(self) -> bool:
         """Whether :meth:`use_connections` changes a group."""
-        groups = [self.group, *self._stand_ins.values()]
+        groups = [self.group, *self._private_groups.values()]
         return self.recovers and any(map(exchanges, groups))
 
     def _connect_more(self, group: dist.ProcessGroup) -> None:
@@ -282,11 +282,11 @@ class StepGroup:
             _log.warning("%s", self.explain("backward() was left by an exception"))
             self.fail("backward() was left by an exception")
         self._backward = backward = RunningBackward()
-        beside = [group for group in self._others() if group._open]
-        for group in beside:
+        open_ones = [group for group in self._others() if group._open]
+        for group in open_ones:
             if backward.has_left(group._backward):
                 group.fail("backward() was left by an exception")
-        if beside and not self._broken and self._reason() is not None:
+        if open_ones and not self._broken and self._reason() is not None:
             explained = self.explain("")
             self.fail(explained)
             raise explained

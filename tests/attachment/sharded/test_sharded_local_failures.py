@@ -38,7 +38,7 @@ from sharded_models import (
 from torch_commhook import PeerError, attach, hooks
 from torch_commhook.attachment.sharded import step as replica
 from torch_commhook.attachment.sharded.step import ShardedStep
-from torch_commhook.collectives.futures import driven
+from torch_commhook.collectives.futures import await_lazy
 from torch_commhook.hooks import local_sgd, outer_sgd
 
 # ---- failures ------------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ class _FailsAfter(hooks.error_feedback):
         result = super().average(bucket)
         is_last = bucket.index() == bucket.bucket_count() - 1
         if self.is_failing and (self.in_any or is_last):
-            driven(result).wait()  # nothing goes on that writes to what it remembers
+            await_lazy(result).wait()  # nothing goes on that writes to what it remembers
             raise OwnError("boo")
         return result
 

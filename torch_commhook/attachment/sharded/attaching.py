@@ -22,13 +22,13 @@ from torch_commhook.collectives.agreement import agree_across
 from torch_commhook.collectives.gloo_groups import group_rank
 from torch_commhook.memory.sharded_memory import ReplicaMemory, UnshardedMemory
 from torch_commhook.step.attached_hook import Attached
-from torch_commhook.step.stages import BucketStages
+from torch_commhook.step.bucket_hooks import BucketHooks
 from torch_commhook.wording import warn_user
 
 # ---- the hooks that may run around a communication hook on a sharded model -----------------------
 
 
-class ShardedStages(BucketStages):
+class ShardedHooks(BucketHooks):
     """Refuses hooks that need gradients which no rank has.
 
     Args:
@@ -40,7 +40,7 @@ class ShardedStages(BucketStages):
         self._on_shards = on_shards
 
     def register(self, stage: str, hook: Callable[..., Any]) -> RemovableHandle:
-        """Register a hook; as :meth:`BucketStages.register`.
+        """Register a hook; as :meth:`BucketHooks.register`.
 
         Raises:
             RuntimeError: the model does not support it.
@@ -73,7 +73,7 @@ class AttachingToShards(Attaching):
     """Attaches a hook to a model with ``fully_shard`` modules."""
 
     _units: list[Unit]
-    _beside: Attached | None = None  # the shard_hook
+    _shard_attached: Attached | None = None
 
     def check(self) -> dict[str, object]:
         model = self.model
@@ -103,28 +103,33 @@ class AttachingToShards(Attaching):
                     "attach: shard_hook is for sharded models, and replicate() leaves parameters "
                     "whole"
                 )
-            self._beside = self._checked_on(True, shard_hook, None, beside=True)
+            self._shard_attached = self._checked_on(True, shard_hook, None, is_shard_hook=True)
         shared = {**self._shared(), **self.common_settings()}
         self.claim(_parameters(model, units))
         return shared
 
     def _checked_on(
-        self, on_shards: bool, hook: Callable[..., Any], state: object, *, beside: bool = False
+        self,
+        on_shards: bool,
+        hook: Callable[..., Any],
+        state: object,
+        *,
+        is_shard_hook: bool = False,
     ) -> Attached:
         """A hook, checked.
 
         Args:
             on_shards: whether the hook takes part in reduce-scatters.
             hook, state: the user's arguments.
-            beside: whether it is the ``shard_hook``.
+            is_shard_hook: whether it is the ``shard_hook``.
 
         Raises:
             TypeError, ValueError: it does not support the model.
         """
         attached = self.checked(hook, state, UnshardedMemory() if on_shards else ReplicaMemory())
         attached.stats.of_shards = on_shards
-        attached.stages = ShardedStages(on_shards=on_shards)
-        check_fits(attached, beside=beside)
+        attached.bucket_hooks = ShardedHooks(on_shards=on_shards)
+        check_fits(attached, is_shard_hook=is_shard_hook)
         return attached
 
     def _shared(self) -> dict[str, object]:
@@ -135,7 +140,9 @@ class AttachingToShards(Attaching):
         after_forward = [fsdp.forward_group(unit.group) for unit in self._units]
         return {
             **compared_settings(self.attached.given),
-            "shard_hook": None if self._beside is None else printed_hook(self._beside.given),
+            "shard_hook": None
+            if self._shard_attached is None
+            else printed_hook(self._shard_attached.given),
             "weights": None if self.weights is None else repr(self.weights),
             "the number of parameter groups": len(self._units),
             "the mesh": (
@@ -160,7 +167,7 @@ class AttachingToShards(Attaching):
         group = self._units[0].group
         shards, replicas = fsdp.shard_group(group), fsdp.replica_group(group)
         forms = [form for unit in self._units for form in unit.parameters.values()]
-        for each in (self.attached, self._beside):
+        for each in (self.attached, self._shard_attached):
             if each is None:
                 continue
             assert isinstance(each.memory, (UnshardedMemory, ReplicaMemory))
@@ -173,18 +180,18 @@ class AttachingToShards(Attaching):
             assert isinstance(memory, ReplicaMemory)
             memory.shard = (0, 1) if shards is None else (group_rank(shards), shards.size())
             memory.parameters = forms
-            if self._beside is not None:
-                assert isinstance(self._beside.memory, UnshardedMemory)
-                self._beside.memory.replica = group_rank(replicas), replicas.size()
-                memory.beside = self._beside.memory
+            if self._shard_attached is not None:
+                assert isinstance(self._shard_attached.memory, UnshardedMemory)
+                self._shard_attached.memory.replica = group_rank(replicas), replicas.size()
+                memory.of_shard_hook = self._shard_attached.memory
             named = [each for unit in self._units for each in unit.named_shards()]
             memory.set_parameters(named, rank=group_rank(replicas), world_size=replicas.size())
 
     def begin(self, road: Road) -> None:
         super().begin(road)
-        if self._beside is not None:
+        if self._shard_attached is not None:
             assert isinstance(road, ShardedRoad)
-            road.use_shard_hook(self._beside)
+            road.use_shard_hook(self._shard_attached)
 
 
 def _units(model: nn.Module) -> list[Unit]:

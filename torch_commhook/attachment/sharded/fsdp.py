@@ -477,13 +477,13 @@ def stop_listening(state: Any, listener: Callable[[], None]) -> None:
 # ---- checks whether a hook fits a sharded model --------------------------------------------------
 
 
-def check_fits(attached: Attached, op: str = "attach", *, beside: bool = False) -> None:
+def check_fits(attached: Attached, op: str = "attach", *, is_shard_hook: bool = False) -> None:
     """Refuse hooks that do not support a sharded model.
 
     Args:
         attached: the hook.
         op: the function's name in errors.
-        beside: whether it is a ``shard_hook``, beside a hook that averages across replicas.
+        is_shard_hook: whether it is a ``shard_hook``, beside a hook that averages across replicas.
 
     Raises:
         TypeError, ValueError: the hook does not support the model.
@@ -502,8 +502,8 @@ def check_fits(attached: Attached, op: str = "attach", *, beside: bool = False) 
             "fully_shard() or replicate(), attach the hook itself, which `commhook plan "
             "--parallel` with fsdp or hsdp finds"
         )
-    if beside:
-        _check_fits_beside(attached, op)
+    if is_shard_hook:
+        _check_shard_hook(attached, op)
     if on_shards and hook.keeps_ranks_apart:
         raise TypeError(
             f"{op}: {hook} keeps replicas apart, but on a mesh of one dimension each rank has a "
@@ -519,7 +519,7 @@ def check_fits(attached: Attached, op: str = "attach", *, beside: bool = False) 
         hook.check_shards()
 
 
-def _check_fits_beside(attached: Attached, op: str) -> None:
+def _check_shard_hook(attached: Attached, op: str) -> None:
     hook, error = attached.hook, None
     if not hook.keeps_ranks_apart:
         try:

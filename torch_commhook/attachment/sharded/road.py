@@ -5,8 +5,8 @@ and reduce-scatter. The library's take their place (``unit.py``). For the all-re
 it puts a process group of its own into the mesh. The rest of its input is private to PyTorch
 (``fsdp.py``).
 
-A reduce-scatter's input is ordered by rank, so a bucket has a stand-in for each rank's shard of
-each parameter (``memory/sharded_memory.py``). A state joins the stand-ins to whole parameters
+A reduce-scatter's input is ordered by rank, so a bucket has a placeholder for each rank's shard of
+each parameter (``memory/sharded_memory.py``). A state joins the placeholders to whole parameters
 again.
 """
 
@@ -130,19 +130,19 @@ class ShardedRoad(Road):
 
     def _take_over(self) -> None:
         gather = AllGather(self.all_gather, self.wait_for_gather)
-        stand_in = None
+        replaced = None
         model = self.model()
         assert model is not None
         self._roots.listen_to(model)
         if self._replicas is not None:
-            stand_in = ReplicaGroup(self._replicas.parent, self.all_reduce)
-            self._forget = weakref.finalize(self, stand_in.forget)
+            replaced = ReplicaGroup(self._replicas.parent, self.all_reduce)
+            self._forget = weakref.finalize(self, replaced.forget)
             self._forget.atexit = False
         for unit in self._all_units:
             unit.take_over(gather, ReduceScatter(partial(self.reduce_scatter, unit)))
             fsdp.set_post_backward(unit.group, partial(self.post_backward, unit))
-            if stand_in is not None:
-                fsdp.set_replica_group(unit.group, stand_in)
+            if replaced is not None:
+                fsdp.set_replica_group(unit.group, replaced)
 
     def _give_back(self) -> None:
         for unit in self._all_units:
@@ -195,10 +195,10 @@ class ShardedRoad(Road):
                 wait_for(future, step_group)
             else:
                 assert isinstance(attached.memory, UnshardedMemory)
-                stand_ins = attached.memory.shards_of([each.name for each in unit.reduced])
-                memory = attached.memory_of(stand_ins, unit.number)
+                placeholders = attached.memory.shards_of([each.name for each in unit.reduced])
+                memory = attached.memory_of(placeholders, unit.number)
                 bucket = ShardedBucket(
-                    stand_ins,
+                    placeholders,
                     memory=memory,
                     shard=out,
                     scale=scale,
@@ -249,7 +249,9 @@ class ShardedRoad(Road):
         op: Any = options.reduceOp
         try:
             # Such a hook does the same as fully_shard without one.
-            is_plain = attached and type(attached.hook) is allreduce and attached.stages.is_empty
+            is_plain = (
+                attached and type(attached.hook) is allreduce and attached.bucket_hooks.is_empty
+            )
             if unit is None or attached is None or is_plain:
                 note = ring_all_reduce_bytes(tensor_bytes(tensor), group.size())
                 meter = WireMeter()
@@ -278,7 +280,7 @@ class ShardedRoad(Road):
         apart = attached.keeps_ranks_apart
         if apart:
             self._counted.append(attached)
-        if apart and attached.stages.is_empty:
+        if apart and attached.bucket_hooks.is_empty:
             write(tensor, tensor, factor)
             return
         parameters = unit.local_shards(attached.memory)
@@ -297,7 +299,7 @@ class ShardedRoad(Road):
         def finish() -> None:
             result = call.result()
             if call.local is not None:
-                result = attached.stages.after(bucket, result, call.local, call.where)
+                result = attached.bucket_hooks.after(bucket, result, call.local, call.where)
             write(result, tensor, factor)
             if not apart:
                 self._count(attached, unit, call.traffic)

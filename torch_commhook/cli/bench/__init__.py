@@ -11,7 +11,7 @@ from pathlib import Path
 from torch_commhook.cli import launcher
 from torch_commhook.cli.bench.options import BenchOptions, parse_options
 from torch_commhook.cli.bench.rank import run_rank
-from torch_commhook.cli.place import run_ranked
+from torch_commhook.cli.launch_environment import run_ranked
 
 
 def main(argv: Sequence[str]) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from torch_commhook.cli.launch_environment import LaunchEnvironment, checks_outputs
 from torch_commhook.cli.main import OneLineParser
 from torch_commhook.cli.option_types import (
     OptionError,
@@ -24,7 +25,6 @@ from torch_commhook.cli.option_types import (
     type_of,
 )
 from torch_commhook.cli.outputs import check_file, check_picture
-from torch_commhook.cli.place import Place, checks_outputs
 from torch_commhook.cli.plan_parser import (
     format_count,
     model_of_factory,
@@ -118,7 +118,7 @@ def build_parser() -> OneLineParser:
     return parser
 
 
-def parse_options(argv: Sequence[str], place: Place | None = None) -> BenchOptions:
+def parse_options(argv: Sequence[str], place: LaunchEnvironment | None = None) -> BenchOptions:
     """Read and check the options; ends the process with one line and exit code 2 on an error.
 
     ``place`` is this rank's place, or None if the process launches the ranks.

@@ -23,7 +23,7 @@ from torch_commhook.cli.bench.measurements import (
     measure_link_part,
 )
 from torch_commhook.cli.bench.options import BenchOptions
-from torch_commhook.cli.place import Place
+from torch_commhook.cli.launch_environment import LaunchEnvironment
 from torch_commhook.cli.report import format_bytes
 from torch_commhook.cli.world import World, join_world
 from torch_commhook.planning.link import (
@@ -232,7 +232,7 @@ def _wrapped(hook: str) -> str:
 # ---- runs one rank of bench: joins the others, and measures one part after another ---------------
 
 
-def run_rank(options: BenchOptions, place: Place) -> None:
+def run_rank(options: BenchOptions, place: LaunchEnvironment) -> None:
     """Measure all parts. Rank 0 prints, draws and writes the measurements."""
     world = join_world(options, place)
     found = LinkFile(

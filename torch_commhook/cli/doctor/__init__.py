@@ -33,8 +33,12 @@ from torch_commhook.cli.doctor.meeting import (
     meet,
 )
 from torch_commhook.cli.doctor.network import check_group, check_network, check_ranks
+from torch_commhook.cli.launch_environment import (
+    LaunchError,
+    read_launch_environment,
+    slurm_variables,
+)
 from torch_commhook.cli.option_types import at_most, positive_float, some_of
-from torch_commhook.cli.place import PlaceError, read_place, slurm_variables
 
 #: The checks, in the order of the report.
 CHECKS: dict[str, Callable[[Settings], Iterator[Finding]]] = {
@@ -108,8 +112,8 @@ def _settings(options: argparse.Namespace) -> tuple[Settings, list[Finding]]:
     alone = Settings(options.timeout, options.backend)
     try:
         os.environ.update(slurm_variables(os.environ))
-        place = read_place(os.environ)
-    except PlaceError as error:
+        place = read_launch_environment(os.environ)
+    except LaunchError as error:
         advice = "Start doctor by torchrun or srun, or unset RANK, WORLD_SIZE and MASTER_ADDR."
         return alone, [Finding.error("this rank", str(error), advice, group="ranks")]
     if place is None or place.launcher_pid is not None:

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
 from torch_commhook.addresses import with_port
-from torch_commhook.cli.place import Place
+from torch_commhook.cli.launch_environment import LaunchEnvironment
 from torch_commhook.wording import pluralize
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ class Meeting:
                 self.values("left", self.ranks()[1:], _LEAVE_SECONDS)
 
 
-def meet(place: Place, timeout: float) -> Meeting:
+def meet(place: LaunchEnvironment, timeout: float) -> Meeting:
     """Connect to the store at MASTER_ADDR and MASTER_PORT; rank 0 starts it unless torchrun has.
 
     Args:
@@ -257,5 +257,5 @@ class Settings:
 
     timeout: float
     backend: str | None = None
-    place: Place | None = None
+    place: LaunchEnvironment | None = None
     meeting: Meeting | None = None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torch_commhook.native.runtime import left_to_python
+from torch_commhook.native.runtime import skip_dynamo
 from torch_commhook.process_group.operations import Traffic, traffic_of
 from torch_commhook.process_group.simulated.data import Call, Collective, write
 from torch_commhook.process_group.simulated.scheduler import Awaited, Rank, Scheduler
@@ -25,7 +25,7 @@ class _Future(torch.futures.Future[list[Tensor]]):
         super().__init__()
         self._work = work
 
-    @left_to_python
+    @skip_dynamo
     def wait(self) -> list[Tensor]:
         if not self.done():
             self._work.wait()

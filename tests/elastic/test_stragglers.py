@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from torch_commhook.elastic.pace import Note, Pace
+from torch_commhook.elastic.stragglers import StepReport, StepTimer
 
 
 class Clock:
@@ -21,7 +21,7 @@ class Clock:
 
 def test_the_time_of_a_step_is_measured() -> None:
     clock = Clock()
-    pace = Pace(2.0, 3, now=clock)
+    pace = StepTimer(2.0, 3, now=clock)
     assert pace.seconds() is None
     pace.begin()
     clock.now = 6.0
@@ -37,7 +37,7 @@ def test_the_time_of_a_step_is_measured() -> None:
 
 
 def test_a_rank_that_stays_slow_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    pace = Pace(2.0, 3)
+    pace = StepTimer(2.0, 3)
     times = {4: 1.0, 5: 1.1, 7: 2.5, 9: 0.9}
     with caplog.at_level(logging.WARNING, "torch_commhook.elastic"):
         for number in range(5):
@@ -50,7 +50,7 @@ def test_a_rank_that_stays_slow_is_named_once(caplog: pytest.LogCaptureFixture) 
 
 
 def test_a_rank_that_is_slow_now_and_then_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
-    pace = Pace(2.0, 3)
+    pace = StepTimer(2.0, 3)
     slow, fast = {1: 1.0, 2: 9.0, 3: 1.0}, {1: 1.0, 2: 2.0, 3: 1.0}
     for times in (slow, slow, fast, slow, slow):
         pace.compare(1, times)
@@ -64,7 +64,7 @@ def test_a_rank_that_is_slow_now_and_then_is_not_named(caplog: pytest.LogCapture
 
 
 def test_of_two_ranks_one_can_be_slow_but_one_alone_cannot() -> None:
-    pace = Pace(2.0, 1)
+    pace = StepTimer(2.0, 1)
     pace.compare(1, {1: 1.0, 2: 3.0})
     assert pace.stragglers == {2: 3.0}
     pace.keep([1])
@@ -75,20 +75,20 @@ def test_of_two_ranks_one_can_be_slow_but_one_alone_cannot() -> None:
 
 
 def test_members_read_what_each_of_them_has_written() -> None:
-    notes = [Note(3, compares=True) for _ in range(3)]
+    notes = [StepReport(3, compares=True) for _ in range(3)]
     notes[0].write_time(0, 0.3)
     notes[1].write_time(1, None)
     notes[2].write_time(2, 2.0)
     notes[1].wants_change = True
     notes[0].leave_out(2)
     maximum = torch.stack([note.values for note in notes]).amax(0)
-    read = Note(3, compares=True, values=maximum)
+    read = StepReport(3, compares=True, values=maximum)
     assert read.wants_change and read.left_out() == [2]
     assert read.times() == pytest.approx({0: 0.3, 2: 2.0}, rel=1e-6)
 
 
 def test_members_that_compare_nothing_tell_one_byte() -> None:
-    note = Note(64, compares=False)
+    note = StepReport(64, compares=False)
     assert note.values.numel() == 1 and note.left_out() == [] and note.times() == {}
     note.wants_change = True
     assert note.values.tolist() == [1]

@@ -22,12 +22,12 @@ from torch_commhook.cli.option_types import WorldOptions
 _WORLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 
 
-class PlaceError(ValueError):
+class LaunchError(ValueError):
     """An environment variable is missing or wrong. The message is one sentence that names it."""
 
 
 @dataclass(frozen=True)
-class Place:
+class LaunchEnvironment:
     """A rank's place among the ranks.
 
     Attributes:
@@ -45,7 +45,7 @@ class Place:
     launcher_pid: int | None = None
 
 
-def checks_outputs(place: Place | None) -> bool:
+def checks_outputs(place: LaunchEnvironment | None) -> bool:
     """Whether this process checks the files that a command will write.
 
     One process does: the one that launches the ranks, which has no place, or rank 0 of another
@@ -54,14 +54,14 @@ def checks_outputs(place: Place | None) -> bool:
     return place is None or (place.rank == 0 and place.launcher_pid is None)
 
 
-def read_place(environment: Mapping[str, str]) -> Place | None:
+def read_launch_environment(environment: Mapping[str, str]) -> LaunchEnvironment | None:
     """Read this process's place; returns None if no launcher has started the process.
 
     Our launcher sets COMMHOOK_LAUNCHER_PID. Others, such as torchrun, set RANK, WORLD_SIZE and
     MASTER_ADDR.
 
     Raises:
-        PlaceError: a variable is missing, no whole number, too small or too large.
+        LaunchError: a variable is missing, no whole number, too small or too large.
     """
     launcher_pid = None
     if LAUNCHER_PID in environment:
@@ -74,7 +74,7 @@ def read_place(environment: Mapping[str, str]) -> Place | None:
     rank = _number(environment, "RANK", 0, size - 1)
     local_size = _number(environment, "LOCAL_WORLD_SIZE", 1, default=size)
     local_rank = _number(environment, "LOCAL_RANK", 0, default=rank)
-    return Place(rank, size, local_rank, local_size, launcher_pid)
+    return LaunchEnvironment(rank, size, local_rank, local_size, launcher_pid)
 
 
 def _number(
@@ -95,7 +95,7 @@ def _number(
         pass
     limit = f"of at least {lowest}" if highest is None else f"from {lowest} to {highest}"
     got = "nothing" if text is None else repr(text)
-    raise PlaceError(f"environment variable {name}: must be a whole number {limit}, got {got}")
+    raise LaunchError(f"environment variable {name}: must be a whole number {limit}, got {got}")
 
 
 # ---- translates the environment variables of Slurm's srun to those of torch.distributed ----------
@@ -120,7 +120,7 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
         a batch script), if the step has one task, or if a launcher in the step has set ``RANK``.
 
     Raises:
-        PlaceError: a variable of Slurm is missing or wrong, or ``WORLD_SIZE`` has another value.
+        LaunchError: a variable of Slurm is missing or wrong, or ``WORLD_SIZE`` has another value.
     """
     if "RANK" in environment or LAUNCHER_PID in environment:
         return {}
@@ -144,7 +144,7 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
     if here is not None:
         found["LOCAL_WORLD_SIZE"] = str(here)
     if environment.get("WORLD_SIZE", found["WORLD_SIZE"]) != found["WORLD_SIZE"]:
-        raise PlaceError(
+        raise LaunchError(
             f"environment variable WORLD_SIZE: must be the {tasks} tasks of the Slurm step, or "
             f"not be set, got {environment['WORLD_SIZE']!r}"
         )
@@ -155,11 +155,11 @@ def first_host(hosts: str) -> str:
     """The first host of a list in Slurm's notation: ``node[01-04,7],gpu1`` gives ``node01``.
 
     Raises:
-        PlaceError: the text is no such list.
+        LaunchError: the text is no such list.
     """
     first = re.sub(r"\[([^\]\[,-]+)[^\]\[]*\]", r"\1", hosts.strip()).split(",")[0]
     if not re.fullmatch(r"[\w.-]+", first):
-        raise PlaceError(f"the hosts of the Slurm step must be like node[01-04,7], got {hosts!r}")
+        raise LaunchError(f"the hosts of the Slurm step must be like node[01-04,7], got {hosts!r}")
     return first
 
 
@@ -183,13 +183,13 @@ def _first_of(environment: Mapping[str, str], *names: str) -> str:
     for name in names:
         if environment.get(name):
             return environment[name]
-    raise PlaceError(f"{_SRUN} {' or '.join(names)} is missing; start it with srun --export=ALL")
+    raise LaunchError(f"{_SRUN} {' or '.join(names)} is missing; start it with srun --export=ALL")
 
 
 def _task_number(environment: Mapping[str, str], *names: str) -> int:
     text = _first_of(environment, *names)
     if not text.isdecimal():
-        raise PlaceError(f"{_SRUN} {' or '.join(names)} must be a whole number, got {text!r}")
+        raise LaunchError(f"{_SRUN} {' or '.join(names)} must be a whole number, got {text!r}")
     return int(text)
 
 
@@ -202,9 +202,9 @@ _Options = TypeVar("_Options", bound=WorldOptions)
 def run_ranked(
     name: str,
     argv: Sequence[str],
-    parse_options: Callable[[Sequence[str], Place | None], _Options],
+    parse_options: Callable[[Sequence[str], LaunchEnvironment | None], _Options],
     launch: Callable[[Sequence[str], _Options], int],
-    run_rank: Callable[[_Options, Place], object],
+    run_rank: Callable[[_Options, LaunchEnvironment], object],
 ) -> int:
     """Run a subcommand on ranks; returns the exit code.
 
@@ -222,8 +222,8 @@ def run_ranked(
     """
     try:
         os.environ.update(slurm_variables(os.environ))
-        place = read_place(os.environ)
-    except PlaceError as error:
+        place = read_launch_environment(os.environ)
+    except LaunchError as error:
         OneLineParser(prog=f"commhook {name}").error(str(error))
     if place is not None:
         launcher.end_on_signals(place.rank, name)

@@ -1,9 +1,9 @@
-"""Hooks around the communication hook, in stages:
+"""Hooks around the communication hook, which run in this order:
 
     buffer pre-hooks, pre-hooks, the communication hook, post-hooks, gradients written,
     post-accumulate hooks
 
-Each stage checks its hooks' results as autograd checks its own, in every mode.
+Their results are checked as autograd checks those of its own, in every mode.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _Hooks = OrderedDict[int, tuple[Callable[..., Any], str]]
 
 _GRAPH_FILE = torch.autograd.graph.__file__
 _NO_BACKWARD = -1
-#: The running stages in which an optimizer may step, since gradients are averaged. Not a thread's
+#: The calls of :meth:`BucketHooks.done` that run: gradients are averaged, optimizers may step. Not a thread's
 #: own value: compilers trace this.
-_final_stages = 0
+_done_calls = 0
 
 
-class BucketStages:
-    """The hooks of each stage, in order of registration."""
+class BucketHooks:
+    """The hooks of each kind, in order of registration."""
 
     def __init__(self) -> None:
         self.buffer_prehooks: _Hooks = OrderedDict()
@@ -40,22 +40,22 @@ class BucketStages:
         self.posthooks: _Hooks = OrderedDict()
         self.post_accumulate_hooks: _Hooks = OrderedDict()
 
-    def register(self, stage: str, hook: Callable[..., Any]) -> RemovableHandle:
-        """Add a hook to a stage.
+    def register(self, kind: str, hook: Callable[..., Any]) -> RemovableHandle:
+        """Add a hook of a kind.
 
         Raises:
             TypeError: it is not callable.
         """
         if not callable(hook):
             raise TypeError(f"a hook must be callable, got {_C.type_name(hook)}")
-        hooks: _Hooks = getattr(self, stage)
+        hooks: _Hooks = getattr(self, kind)
         handle = RemovableHandle(hooks)
         hooks[handle.id] = hook, hook_name(hook)
         return handle
 
     @property
     def is_empty(self) -> bool:
-        """Whether no stage has hooks."""
+        """Whether there are no hooks."""
         return not (
             self.buffer_prehooks or self.prehooks or self.posthooks or self.post_accumulate_hooks
         )
@@ -66,10 +66,10 @@ class BucketStages:
         return bool(_hooks(self.post_accumulate_hooks))
 
     def before(self, bucket: GradBucket, where: str) -> tuple[Tensor, ...] | None:
-        """Run the stages before the communication hook.
+        """Run the hooks before the communication hook.
 
         Returns:
-            The gradients after these stages, if post-hooks need them.
+            The gradients after these hooks, if post-hooks need them.
         """
         with torch.no_grad():
             for hook, name in _hooks(self.buffer_prehooks):
@@ -107,8 +107,8 @@ class BucketStages:
 
     def done(self, bucket: GradBucket, where: str) -> None:
         """Run the post-accumulate hooks, when all gradients are written."""
-        global _final_stages
-        _final_stages += 1
+        global _done_calls
+        _done_calls += 1
         try:
             with torch.no_grad():
                 for hook, name in _hooks(self.post_accumulate_hooks):
@@ -119,7 +119,7 @@ class BucketStages:
                             f"but returned '{type(result).__name__}'"
                         )
         finally:
-            _final_stages -= 1
+            _done_calls -= 1
 
     @staticmethod
     def _run_all(
@@ -149,13 +149,13 @@ class BucketStages:
         return current
 
 
-def _hooks(stage: _Hooks) -> list[tuple[Callable[..., Any], str]]:
-    """The present hooks of a stage: one that is removed meanwhile still runs.
+def _hooks(kind: _Hooks) -> list[tuple[Callable[..., Any], str]]:
+    """The present hooks of a kind: one that is removed meanwhile still runs.
 
     Also used to test whether there are any: torch 2.13's compiler guards the values of an ordered
     dict, but not whether it is empty.
     """
-    return list(stage.values())
+    return list(kind.values())
 
 
 def _write(bucket: GradBucket, before: list[Tensor], after: list[Tensor]) -> None:
@@ -190,7 +190,7 @@ def check_not_in_backward(name: str) -> None:
         name: the hook's name.
 
     Raises:
-        RuntimeError: this is a step inside backward, and no stage in which it may step.
+        RuntimeError: this is a step inside backward, and not in a post-accumulate hook.
     """
     if is_in_backward():
         raise RuntimeError(
@@ -203,7 +203,7 @@ def check_not_in_backward(name: str) -> None:
 
 def is_in_backward() -> bool:
     """Whether this code runs inside backward, before the gradients are averaged."""
-    if _final_stages:
+    if _done_calls:
         return False
     if torch.compiler.is_compiling():
         return bool(torch._dynamo.compiled_autograd.in_compiled_autograd_region)

@@ -13,7 +13,7 @@ from torch import Tensor
 _log = logging.getLogger("torch_commhook.elastic")
 
 
-class Pace:
+class StepTimer:
     """Measures this rank's computing time, and compares the times of all members.
 
     Each member sends its own time at the end of a step. All use the same times, so all find the
@@ -107,7 +107,7 @@ class Pace:
 _COMPARED_BYTES = 5
 
 
-class Note:
+class StepReport:
     """The members' messages at the end of a step, combined by a maximum of bytes.
 
     Each member writes its own bytes; the others have zeros there.
