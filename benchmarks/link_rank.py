@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_commhook.cli.launch_environment import Place
+from torch_commhook.cli.launch_environment import LaunchEnvironment
 from torch_commhook.cli.text_model import TextData, read_text, split_text
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.cli.train_rank import Run, prepare, train_step
@@ -196,7 +196,7 @@ def goes_on(rank: int, answer: bool) -> bool:
     return bool(shared.item())
 
 
-def measure(plan: Plan, place: Place, folder: Path) -> list[dict[str, Figures]]:
+def measure(plan: Plan, place: LaunchEnvironment, folder: Path) -> list[dict[str, Figures]]:
     """Figures by link and job."""
     world = World(place.rank, place.size, torch.device("cpu"), "gloo")
     caps = tuple(plan.bucket_cap_mb)
@@ -227,7 +227,7 @@ def measure(plan: Plan, place: Place, folder: Path) -> list[dict[str, Figures]]:
     return results
 
 
-def main(path: Path, place: Place) -> None:
+def main(path: Path, place: LaunchEnvironment) -> None:
     plan = Plan(**json.loads(path.read_text()))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=_COLLECTIVE_SECONDS))
@@ -242,10 +242,10 @@ def main(path: Path, place: Place) -> None:
 if __name__ == "__main__":
     import os
 
-    from torch_commhook.cli.launch_environment import read_place
+    from torch_commhook.cli.launch_environment import read_launch_environment
     from torch_commhook.cli.launcher import finish
 
-    found = read_place(os.environ)
+    found = read_launch_environment(os.environ)
     if found is None or len(sys.argv) != 2:
         sys.exit("link_rank: bench_link starts this program")
     main(Path(sys.argv[1]), found)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from link_rank import PYTORCH, Alone, carried
 
-from torch_commhook.cli.launch_environment import Place, read_place
+from torch_commhook.cli.launch_environment import LaunchEnvironment, read_launch_environment
 from torch_commhook.cli.launcher import finish
 from torch_commhook.cli.text_model import ByteTransformer, TextData, read_text, split_text
 from torch_commhook.cli.train_config import TrainConfig
@@ -230,7 +230,7 @@ def train(way: _Way, plan: Plan, config: TrainConfig, world: World, data: TextDa
     return Figures(steps, slowest.tolist(), losses, sent)
 
 
-def main(path: Path, place: Place) -> None:
+def main(path: Path, place: LaunchEnvironment) -> None:
     plan = Plan(**json.loads(path.read_text()))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=_TIMEOUT)
@@ -264,7 +264,7 @@ def main(path: Path, place: Place) -> None:
 
 
 if __name__ == "__main__":
-    found = read_place(os.environ)
+    found = read_launch_environment(os.environ)
     if found is None or len(sys.argv) != 2:
         sys.exit("wan_rank: bench_wan starts this program")
     main(Path(sys.argv[1]), found)

@@ -32,13 +32,17 @@ class Flow:
         if event != "call" or not frame.f_code.co_filename.startswith(_PACKAGE):
             return
         self.files.add(frame.f_code.co_filename[len(_PACKAGE) + 1 :])
-        # The frame that calls the link's native code.
-        if frame.f_code is Place.exchange.__code__ and not self.frames:
-            each: FrameType | None = frame
-            while each is not None:
-                if each.f_code.co_filename.startswith(_PACKAGE):
-                    self.frames.append(f"{each.f_code.co_filename}:{each.f_code.co_name}")
-                each = each.f_back
+        # The frame that calls the link's native code. Gathers of parameters call no hook.
+        if frame.f_code is not Place.exchange.__code__ or self.frames:
+            return
+        frames: list[str] = []
+        each: FrameType | None = frame
+        while each is not None:
+            if each.f_code.co_filename.startswith(_PACKAGE):
+                frames.append(f"{each.f_code.co_filename}:{each.f_code.co_name}")
+            each = each.f_back
+        if any("attached_hook.py" in name for name in frames):
+            self.frames = frames
 
 
 @pytest.mark.filterwarnings("ignore:.*keeps errors of whole gradients")

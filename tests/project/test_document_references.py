@@ -168,6 +168,18 @@ def wrong_names(text: str) -> list[str]:
     return wrong
 
 
+def test_what_pictures_name_is_there() -> None:
+    named = {
+        name
+        for picture in (ROOT / "docs" / "images").glob("*.svg")
+        for name in re.findall(rf"[\w/]+/\w+{_SUFFIXES}", picture.read_text())
+    }
+    assert {
+        n for n in named if not any((top / n).exists() for top in (ROOT, ROOT / "torch_commhook"))
+    } == set()
+    assert len(named) > 10
+
+
 CHECKS = [wrong_paths, wrong_targets, wrong_commands, wrong_names]
 
 

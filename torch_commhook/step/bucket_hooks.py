@@ -26,8 +26,8 @@ _Hooks = OrderedDict[int, tuple[Callable[..., Any], str]]
 
 _GRAPH_FILE = torch.autograd.graph.__file__
 _NO_BACKWARD = -1
-#: The calls of :meth:`BucketHooks.done` that run: gradients are averaged, optimizers may step. Not a thread's
-#: own value: compilers trace this.
+#: The running calls of :meth:`BucketHooks.done`: gradients are averaged, so that optimizers may
+#: step. Not a thread's own value: compilers trace this.
 _done_calls = 0
 
 
