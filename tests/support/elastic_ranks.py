@@ -46,7 +46,7 @@ from torch_commhook.elastic.stragglers import StepTimer
 from torch_commhook.planning.choice import Choice
 from torch_commhook.reducer import reducer  # noqa: F401  (now, not in each fork)
 
-GRACE = 2.0
+GRACE = 4.0
 TIMEOUT = 60.0
 
 
