@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from train_processes import TrainProcess, error_of, forbid_launch
 
 from torch_commhook.cli.bench import measurements as bench_hooks
@@ -139,7 +140,7 @@ class MadeUpWire(Wire):
     """A simulated link of 8 Mbit/s. Its messages take no real time."""
 
     def __init__(self, ranks: int = 2) -> None:
-        self.ranks, self.group = ranks, object()  # type: ignore[assignment]
+        self.ranks, self.group = ranks, dist.ProcessGroup(0, ranks)
         self.device = torch.device("cpu")
 
     def seconds(self, nbytes: int) -> float:

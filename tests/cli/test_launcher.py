@@ -92,6 +92,35 @@ def test_ranks_that_end_well_are_a_success(capfd: pytest.CaptureFixture[str]) ->
     assert not Path("out").exists()
 
 
+def test_a_rank_that_says_why_is_blamed_before_silent_ones(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert _launch("rank == 0 and print('no such file', file=sys.stderr)\nsys.exit(2)", 2) == 1
+    assert "rank 0 ended with exit code 2; the other ended too\n  no such file\n" in (
+        capfd.readouterr().err
+    )
+
+
+def test_a_reason_counts_however_much_follows_it(capfd: pytest.CaptureFixture[str]) -> None:
+    body = (
+        "said = 'lost another rank: gone' if rank == 0 else 'failed: ValueError: the cause'\n"
+        "print(f'commhook train: rank {rank} {said}', *9 * ['frame'], sep='\\n', file=sys.stderr)\n"
+        "sys.exit(1)"
+    )
+    assert _launch(body, 2) == 1
+    assert "rank 1 failed: ValueError: the cause; the other ended too" in capfd.readouterr().err
+
+
+def test_a_rank_that_sigterm_ends_before_a_step_ends_all(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    begun = time.monotonic()
+    assert _launch("rank == 1 and os._exit(143)\nlinger()", 2) == 1
+    assert time.monotonic() - begun < 30.0
+    assert "rank 1 was stopped by SIGTERM (15); the other ended too" in capfd.readouterr().err
+    _assert_were_ended(2)
+
+
 def test_warnings_are_kept(capfd: pytest.CaptureFixture[str]) -> None:
     body = "rank == 1 and print('careful', file=sys.stderr)"
     assert _launch(body, 2) == 0

@@ -233,7 +233,7 @@ def test_the_command_lists_hooks_for_shards(
         (["--link", ""], "must be a rate such as 200mbit"),
         (["--link", "."], "must be a rate such as 200mbit"),
         (["--world", "1025"], "argument --world: must be at most 1024, got 1025"),
-        (["--bucket-cap-mb", "0"], "--bucket-cap-mb: must be more than 0 and finite, got 0"),
+        (["--bucket-cap-mb", "0"], "must be a number of MiB from 0.001 to 100000, got '0'"),
         (["--compute-ms", "nan"], "must be a number of milliseconds"),
         (["--hooks", "nothing()"], "names the unknown hook 'nothing'"),
         (

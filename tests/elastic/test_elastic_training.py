@@ -59,6 +59,7 @@ def _left_out_after(steps: int) -> dict[str, Any]:
 CASES: dict[str, dict[str, Any]] = {
     "a rank is killed in its backward": _case("allreduce", 4, 12, (1, 5, "kill")),
     "the first rank is killed": _case("with error", 3, 10, (0, 5, "kill")),
+    "a hook in C++: a rank is killed in its backward": _case("in C++", 3, 10, (1, 5, "kill")),
     "a rank is killed at the end of a step": _case("topk", 4, 10, (2, 5, "kill at the end")),
     "two ranks are killed, one after the other, until one is left": _case(
         "blockwise", 3, 12, (1, 4, "kill"), (2, 8, "kill")

@@ -87,6 +87,14 @@ def test_members_read_what_each_of_them_has_written() -> None:
     assert read.times() == pytest.approx({0: 0.3, 2: 2.0}, rel=1e-6)
 
 
+@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_member_may_be_the_last_one(size: int, joins: bool) -> None:
+    note = StepReport(size, compares=True, joins=joins)
+    note.write_time(0, 0.5)
+    assert note.times() == {0: 0.5} and note.having_all() == []
+
+
 def test_members_that_compare_nothing_tell_one_byte() -> None:
     note = StepReport(64, compares=False)
     assert note.values.numel() == 1 and note.left_out() == [] and note.times() == {}

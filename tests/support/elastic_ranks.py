@@ -64,6 +64,7 @@ HOOKS: dict[str, Any] = {
     "with error": lambda: hooks.error_feedback(hooks.blockwise(bits=4)),
     "topk": lambda: hooks.error_feedback(hooks.topk(0.1)),
     "powersgd": lambda: hooks.error_feedback(hooks.powersgd(1)),
+    "in C++": lambda: hooks.cpp("allreduce"),
     "local": lambda: hooks.local_sgd(4),
     "local mean": lambda: hooks.local_sgd(4, outer=hooks.outer_sgd(1.0, 0.0)),
     "in background": lambda: hooks.local_sgd(2, delay=1, outer=hooks.outer_sgd(1.0, 0.0)),

@@ -360,6 +360,7 @@ class RepeatableStep(ABC):
             if counts:
                 self.note = None  # the ranks that it would admit have joined by now
                 return True
+            self.has_results = False  # of the step as it is repeated
             training.use_group()
             try:
                 training.new_ranks.give()
@@ -415,6 +416,9 @@ class ElasticStep(EagerStep, RepeatableStep):
             super().begin(on_step)
         except Exception as error:
             self.failure = error
+
+    def run_in_cpp(self) -> None:
+        """Do nothing: the hook is called in Python, which can repeat a call."""
 
     def choose(self) -> None:
         if self.failure is None:

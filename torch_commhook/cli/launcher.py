@@ -34,7 +34,7 @@ from torch_commhook.cli.outputs import log_name
 
 #: The variable with the launcher's process id, in the ranks that it starts.
 LAUNCHER_PID = "COMMHOOK_LAUNCHER_PID"
-#: The variable with the launcher's temporary folder, for the rendezvous file.
+#: The variable with the launcher's temporary folder, for the rendezvous file and the ranks' logs.
 LAUNCHER_FOLDER = "COMMHOOK_LAUNCHER_FOLDER"
 #: A file in this folder that a rank makes after its first step.
 _FIRST_STEP = "first-step"
@@ -246,7 +246,7 @@ def launch(
                     reason = f"can't be started: {error}; the others have ended"
                     _say(name, f"rank {number} of {ranks} {reason}")
                     return 1
-            ended = _wait(started, received)
+            ended = _wait(started, received, folder)
             if received and (folder / _FIRST_STEP).exists():
                 for process in started:
                     process.terminate()
@@ -255,7 +255,7 @@ def launch(
                     f"{_signal_text(received)}: the ranks finish their step and save their "
                     "results; a second signal ends them at once",
                 )
-                ended = _wait(started, received, seconds=min(timeout, _STOP_SECONDS))
+                ended = _wait(started, received, folder, min(timeout, _STOP_SECONDS))
             _end_all(started)
             return _report(len(started), ended, received, folder, out, name)
         finally:
@@ -315,12 +315,15 @@ def _caught_signals() -> Iterator[list[int]]:
 # ---- waiting and ending --------------------------------------------------------------------------
 
 
-def _wait(ranks: _Ranks, received: list[int], seconds: float = math.inf) -> dict[int, int]:
+def _wait(
+    ranks: _Ranks, received: list[int], folder: Path, seconds: float = math.inf
+) -> dict[int, int]:
     """Wait until all ranks have ended, one has failed, a signal comes, or time is up.
 
     Args:
         ranks: the ranks to wait for.
         received: the signals so far; a further one ends the wait.
+        folder: the launcher's folder, which tells whether ranks may stop in order.
         seconds: the most time to wait.
 
     Returns:
@@ -333,7 +336,9 @@ def _wait(ranks: _Ranks, received: list[int], seconds: float = math.inf) -> dict
         ended = {number: code for number, code in codes.items() if code is not None}
         if len(ended) == len(ranks):
             return ended
-        if deadline is None and not {0, _STOPPED}.issuperset(ended.values()):
+        stops_in_order = bool(received) or (folder / _FIRST_STEP).exists()
+        fine = {0, _STOPPED} if stops_in_order else {0}
+        if deadline is None and not fine.issuperset(ended.values()):
             deadline = time.monotonic() + _SETTLE_SECONDS
         if deadline is not None and time.monotonic() >= deadline:
             return ended
@@ -344,6 +349,7 @@ def _wait(ranks: _Ranks, received: list[int], seconds: float = math.inf) -> dict
 def _end_all(ranks: _Ranks) -> None:
     for process in ranks:
         process.kill()
+    for process in ranks:
         process.wait()
 
 
@@ -399,8 +405,9 @@ def _signal_text(received: Sequence[int]) -> str:
 def _reason(folder: Path, number: int, name: str) -> str | None:
     """The reason for a rank's failure, which :func:`fail` has written; None if it has not."""
     start = f"commhook {name}: rank {number} "
-    lines = _last_lines(folder / log_name(number))  # other threads may write behind it
-    return next((line.removeprefix(start) for line in lines if line.startswith(start)), None)
+    lines = (folder / log_name(number)).read_text(errors="replace").splitlines()
+    found = [line for line in lines if line.startswith(start)]  # other threads write, too
+    return found[-1].removeprefix(start) if found else None
 
 
 def _end_text(folder: Path, number: int, code: int, name: str) -> str:
@@ -409,16 +416,18 @@ def _end_text(folder: Path, number: int, code: int, name: str) -> str:
         return "was killed by SIGKILL (9) (if nobody did that, the machine may lack memory)"
     if code < 0:
         return f"was killed by {_signal_name(-code)}"
+    if code == _STOPPED:
+        return f"was stopped by {_signal_name(signal.SIGTERM)}"
     return _reason(folder, number, name) or f"ended with exit code {code}"
 
 
 def _first_cause(folder: Path, failed: dict[int, int], name: str) -> int:
     """The rank that caused the end of the others: killed by a signal, or the first to fail."""
 
-    def order(number: int) -> tuple[bool, bool, int, int]:
+    def order(number: int) -> tuple[bool, bool, bool, int, int]:
         is_peer = (_reason(folder, number, name) or "").startswith(_LOST)
-        wrote = (folder / log_name(number)).stat().st_mtime_ns
-        return failed[number] > 0, is_peer, wrote, number
+        log = (folder / log_name(number)).stat()
+        return failed[number] > 0, is_peer, log.st_size == 0, log.st_mtime_ns, number
 
     return min(failed, key=order)
 

@@ -521,7 +521,10 @@ def _add_sharded_options(parser: argparse.ArgumentParser) -> None:
         "shards": {},
         "shard_hook": {"type": _unless_none},
         "weights": {"type": _unless_none},
-        "bucket_cap_mb": {"help": f"with ddp: sizes of the buckets, as those of train ({caps})"},
+        "bucket_cap_mb": {
+            "type": number_of("MiB", 1e-3, 1e5),
+            "help": f"with ddp: sizes of the buckets, as those of train ({caps})",
+        },
     }
     for name, settings in own.items():
         shared = TrainConfig.__dataclass_fields__[name].metadata["option"]

@@ -360,7 +360,7 @@ class InBackground(Generic[_T]):
         def run() -> None:
             try:
                 self._future.set_result(call())
-            except Exception as error:
+            except BaseException as error:  # whoever waits must get it
                 self._future.set_exception(error)
 
         # Not of a pool, whose threads Python waits for at its end.

@@ -574,11 +574,11 @@ class Heartbeats:
     WANTED = "wanted"
 
     def __init__(self, store: Any, own: int, silent_after: float) -> None:
+        self._process = os.getpid()
         self._store = store
         self._own = own
         self._silent_after = silent_after
         self._signs = _C.SignsOfLife(store.clone(), _key(own), silent_after / _SIGNS)
-        self._process = os.getpid()
         self._watched: set[int] = set()
         self.watch(())
 

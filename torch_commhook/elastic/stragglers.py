@@ -151,8 +151,10 @@ class StepReport:
         """The measured times, by place."""
         if not self._compares:
             return {}
-        found = self._rows()[:, :4].contiguous().view(torch.float32).flatten().tolist()
-        return {place: each for place, each in enumerate(found) if each}
+        # A copy: a float32 must begin at a multiple of its size.
+        found = self._rows()[:, :4].clone(memory_format=torch.contiguous_format)
+        times = found.view(torch.float32).flatten().tolist()
+        return {place: each for place, each in enumerate(times) if each}
 
     def leave_out(self, place: int) -> None:
         """Write that the member at a place is to be left out."""

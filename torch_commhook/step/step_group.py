@@ -431,9 +431,11 @@ class StepGroup:
 
     def _fail(self, reason: Reason, *, lost: bool = False) -> None:
         if self._open:
-            for outside in list(self._outside):
-                state_of(outside).is_lost = True
-                give_up(outside)
+            outside = list(self._outside)
+            for group in outside:
+                state_of(group).is_lost = True
+            for group in outside:
+                give_up(group)
         self._open = False
         if not lost:  # otherwise the step's thread uses it
             self._step_end = self._comparison = None

@@ -4,7 +4,7 @@
 // (csrc/include/commhook/huge_pages.h). On one thread this took the cost of cast(bfloat16) from
 // about 0.61 to 0.54 of PyTorch's hook (python benchmarks/bench_hook.py --threads 1, two runs each
 // on a noisy machine). DDP forms its buckets anew after the first step, and one hook may serve two
-// models, so a bucket is identified by its first parameter (hooks/base.py, Workspaces).
+// models, so a bucket is identified by its first parameter (memory/bucket_memory.py).
 #pragma once
 
 #include <ATen/core/Tensor.h>

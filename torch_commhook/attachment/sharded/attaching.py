@@ -39,21 +39,21 @@ class ShardedHooks(BucketHooks):
         super().__init__()
         self._on_shards = on_shards
 
-    def register(self, stage: str, hook: Callable[..., Any]) -> RemovableHandle:
+    def register(self, kind: str, hook: Callable[..., Any]) -> RemovableHandle:
         """Register a hook; as :meth:`BucketHooks.register`.
 
         Raises:
             RuntimeError: the model does not support it.
         """
-        if stage == "post_accumulate_hooks":
+        if kind == "post_accumulate_hooks":
             raise RuntimeError(
                 "HookHandle.register_post_accumulate_hook: fully_shard() writes the gradients of "
                 "sharded parameters, and calls their own hooks then; use "
                 "Tensor.register_post_accumulate_grad_hook"
             )
         if self._on_shards:
-            name = f"register_{stage.removesuffix('s')}"
-            if stage == "posthooks":
+            name = f"register_{kind.removesuffix('s')}"
+            if kind == "posthooks":
                 raise RuntimeError(
                     f"HookHandle.{name}: a reduce-scatter leaves no whole gradient; use "
                     "Tensor.register_post_accumulate_grad_hook of the model's parameters, which "
@@ -63,7 +63,7 @@ class ShardedHooks(BucketHooks):
                 f"HookHandle.{name}: in a reduce-scatter no gradient has its parameter's shape; "
                 "attach a torch_commhook.hooks.Hook of your own with average_shard()"
             )
-        return super().register(stage, hook)
+        return super().register(kind, hook)
 
 
 # ---- attaching a hook to a model whose parameters fully_shard has sharded ------------------------

@@ -239,8 +239,10 @@ def measure_hooks(
     """
     share = seconds / (len(hooks) + 1)
     model = StandIn(shapes, device)
+    turn = _turn_of(model)
+    turn()  # the first backward with given gradients imports modules of torch
     found: list[tuple[str, float, float | None]] = [
-        (ALONE, _step_seconds(_turn_of(model), device, share / 4), 0.0)
+        (ALONE, _step_seconds(turn, device, share / 4), 0.0)
     ]
     for text in hooks:
         try:

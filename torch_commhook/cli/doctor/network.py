@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -312,25 +313,33 @@ def check_ranks(settings: Settings) -> Iterator[Finding]:
 
 def _two_processes(timeout: float) -> Iterator[Finding]:
     """Start this check by torchrun as two ranks on this host."""
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = ["torch.distributed.run", "--standalone", "--nnodes", "1", "--nproc-per-node", "2"]
     check = ["torch_commhook", "doctor", "--only", "ranks", "--json", "--timeout", f"{timeout:g}"]
     try:
-        done = subprocess.run(
+        with subprocess.Popen(
             [sys.executable, "-m", *torchrun, "--local-addr", loopback(), "-m", *check],
             stdin=subprocess.DEVNULL,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=_START_SECONDS + timeout,
-        )
-        found = [Finding(**fields) for fields in json.loads(done.stdout)["findings"]]
+            start_new_session=True,
+        ) as process:
+            try:
+                out, err = process.communicate(timeout=_START_SECONDS + timeout)
+            except BaseException:
+                os.killpg(process.pid, signal.SIGKILL)  # the ranks, too
+                raise
+        found = [Finding(**fields) for fields in json.loads(out)["findings"]]
     except subprocess.TimeoutExpired as error:
         yield Finding.error(_ONE_HOST, f"no answer within {error.timeout:g} s", _ADVICE)
         return
     except (ValueError, KeyError):
-        lines = done.stderr.strip().splitlines() or ["no output"]
-        yield Finding.error(
-            _ONE_HOST, f"torchrun ended with {done.returncode}: {lines[-1]}", _ADVICE
-        )
+        # The ranks' own last words come before torchrun's report.
+        words = [
+            line for line in err.partition("torch.distributed.elastic")[0].splitlines() if line
+        ]
+        last = words[-1].strip() if words else "no output"
+        yield Finding.error(_ONE_HOST, f"torchrun ended with {process.returncode}: {last}", _ADVICE)
         return
     for finding in found:
         advice = "" if finding.level == "ok" else _ADVICE_ON_ONE_HOST

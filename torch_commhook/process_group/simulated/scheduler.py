@@ -8,9 +8,9 @@ Each thread has a lock of its own that it waits for, and the running thread rele
 next. When no thread can continue, the scheduler knows why each waits.
 
 The ranks of a group share a ``Link`` (``link.py``). The last rank to reach a collective carries it
-out for all (``data.py``), on the tensors of the others. The
-arguments that must agree are compared when the second rank comes. A Future is completed on its own
-rank's thread, when that runs next, because its callbacks see that rank's ``torch.distributed``.
+out for all (``data.py``), on the tensors of the others. The arguments that must agree are compared
+when the second rank comes. A Future is completed on its own rank's thread, when that runs next,
+because its callbacks see that rank's ``torch.distributed``.
 
 A thread that waits for a Future in C++ blocks while it is its turn. So ``get_future()`` lets the
 others run until the Future is complete, or none can run; only then does it return an incomplete
