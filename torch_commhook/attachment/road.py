@@ -1,4 +1,4 @@
-"""What an attached hook and its reducer share: the road between them, replicas, printed hooks."""
+"""What attached hooks share: their roads, replicas, hooks on optimizers, and compared settings."""
 
 from __future__ import annotations
 
@@ -251,9 +251,8 @@ def road_in_use(first: Road) -> Road:
 #
 # An optimizer reports its steps only to hooks, of one optimizer or of all. One hook refuses steps
 # inside backward, and finds scalers that no attached hook knows: a scaler of mixed precision is
-# among the callers of the optimizer's step(). This costs a few microseconds per step. Two more
-# hooks, with local steps, count steps. An optimizer may consist of others, and step by their steps;
-# only the outer step counts then.
+# among the callers of the optimizer's step(). Two more hooks, with local steps, count steps. An
+# optimizer may consist of others, and step by their steps; only the outer step counts then.
 
 
 _log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""The state of a training, its transfer to new ranks, and what reports its steps."""
+"""The state of a training, its transfer to new ranks, and pre-hooks on a model's forward."""
 
 from __future__ import annotations
 
