@@ -11,11 +11,10 @@ order:
 - Over other groups both stages share one communicator. The second stage of a bucket waits until the
   hook has issued the first stage of the next bucket. The last bucket's second stage follows its
   first one directly. So the stages of three buckets come in the order 1 1 2 1 2 2, and the wire
-  carries the next message while a rank adds up and encodes. The order depends
-  only on the order of the buckets, which is the same on all ranks. It holds for the library's hooks
-  in our reducer and in DDP's. If a stage fails on a rank, the stages that wait there also fail. If
-  an exception leaves a backward, they fail when the next backward begins, or when the hook is
-  removed.
+  carries the next message while a rank adds up and encodes. The order depends only on the order of
+  the buckets, which is the same on all ranks. It holds for the library's hooks in our reducer and
+  in DDP's. If a stage fails on a rank, the stages that wait there also fail. If an exception leaves
+  a backward, they fail when the next backward begins, or when the hook is removed.
 
   In other cases the call itself issues both stages: a direct call of a collective; a subclass,
   which may wait for a result in ``average()``; and a static graph of DDP, which does not number the
