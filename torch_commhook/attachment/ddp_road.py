@@ -30,16 +30,12 @@ from torch_commhook.memory.unsent import BucketResult, add_unsent_to_errors, mak
 from torch_commhook.metrics import BucketTraffic
 from torch_commhook.native.runtime import skip_dynamo
 from torch_commhook.step.attached_hook import DRAIN_SECONDS, Attached
-from torch_commhook.step.step_group import StepGroup, by_name, check_is_free
-
-
-def _parameters_changed(key: str) -> bool:
-    return by_name[key].what_is_wrong() is not None
-
-
-# As torch.compiler.assume_constant_result, without the import of the compiler.
-_parameters_changed._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
+from torch_commhook.step.step_group import (
+    StepGroup,
+    by_name,
+    check_is_free,
+    parameters_changed,
+)
 
 # ---- a static graph of DDP whose first backward has not ended ------------------------------------
 #
@@ -312,7 +308,7 @@ class DdpRoad(Road):
         if not torch.compiler.is_dynamo_compiling():
             self._check_parameters()
             self._seen_in_forward = self._watched.is_sure
-        elif _parameters_changed(self._key):
+        elif parameters_changed(self._key):
             # The compiler leaves this to Python, which calls this method again.
             raise RuntimeError("torch_commhook: the model's parameters have changed")
 
@@ -324,20 +320,16 @@ class DdpRoad(Road):
 
     @skip_dynamo
     def _check_parameters(self) -> None:
-        wrong = self.what_is_wrong()
+        wrong = self.change_of_parameters()
         if wrong is not None:
             error = RuntimeError(wrong)
             raise error if self._attached is None else self._group.fail_with(error)
 
-    def what_is_wrong(self) -> str | None:
+    def change_of_parameters(self) -> str | None:
         """The reason why a forward cannot lead to a step, or None."""
         model = self.model()
         if model is not None and is_lost(model):
             return LOST
-        return self.change_of_parameters()
-
-    def change_of_parameters(self) -> str | None:
-        """How the parameters have changed since a hook was attached, or None."""
         return None if self._attached is None else self._watched.change()
 
     # ---- called by the reducer's hook (csrc/runtime/reducer/ddp_hook.h) --------------------------
@@ -361,8 +353,8 @@ class DdpRoad(Road):
             self._forget_memory()
             self._do_then()
         seen, self._seen_in_forward = self._seen_in_forward, False
-        if not seen:
-            change = self.change_of_parameters()
+        if not seen and attached is not None:
+            change = self._watched.change()
             if change is not None:
                 raise RuntimeError(change)
         if attached is None:

@@ -541,7 +541,7 @@ class ElasticReducer(Reducer):
     def _step(self, attached: Attached) -> EagerStep:
         if attached.keeps_ranks_apart:
             return super()._step(attached)
-        step = ElasticStep(attached, self._buckets, self.parameters, self.use, self.group)
+        step = ElasticStep(attached, self)
         step.train_with(self._training)
         return step
 

@@ -29,10 +29,14 @@ from torch_commhook.attachment.road import Road
 from torch_commhook.attachment.training_state import BeforeForward
 from torch_commhook.native.runtime import skip_dynamo
 from torch_commhook.process_group.wrapper import seen_by_cpp
-from torch_commhook.reducer.compiled_step import TracedState, parameters_changed
 from torch_commhook.reducer.reducer import Reducer
 from torch_commhook.step.attached_hook import Attached
-from torch_commhook.step.step_group import StepGroup, by_name, check_is_free
+from torch_commhook.step.step_group import (
+    StepGroup,
+    by_name,
+    check_is_free,
+    parameters_changed,
+)
 
 _BROADCAST_BYTES = 250 << 20  # in flight, as in DDP
 #: A model up to this size is broadcast from a copy, while the ranks go on attaching.
@@ -408,7 +412,7 @@ def _fuse_again() -> None:
 def _count_reducers() -> int:
     """The number of reducers that have hooks on parameters."""
     found = [reference() for reference in by_name.valuerefs()]
-    return sum(isinstance(each, TracedState) and bool(each.hooks) for each in found)
+    return sum(isinstance(each, Reducer) and not each.is_closed for each in found)
 
 
 class _Shadow(JoinHook):

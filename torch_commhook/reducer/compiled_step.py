@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -26,48 +26,11 @@ from torch_commhook.native.bucket_ops import check_flat, check_used
 from torch_commhook.native.runtime import skip_dynamo
 from torch_commhook.reducer.buckets import BucketState, TracedBucket, destinations
 from torch_commhook.reducer.eager_step import EagerStep
-from torch_commhook.reducer.parameters import ParameterUse, ReducerParameters, missing_in, needs_all
+from torch_commhook.reducer.parameters import ReducerState, missing_in, needs_all
 from torch_commhook.step.attached_hook import Attached, HookCall
-from torch_commhook.step.step_group import StepGroup, by_name
+from torch_commhook.step.step_group import StepGroup, by_name, parameters_changed
 
 # ---- the reducer's interface to compiled autograd ------------------------------------------------
-
-
-class TracedState:
-    """The part of a reducer that compiled code knows.
-
-    Code finds it by its key, and changes its tensors. The changes are visible outside the graph, so
-    a compiler cannot remove them.
-
-    Args:
-        key: the reducer's key.
-        parameters: the parameters whose gradients are averaged.
-        use: records which of these have got gradients.
-        hooks: the hooks on the parameters that compiled autograd calls.
-        change_of_parameters: describes how the parameters have changed since, or returns None.
-
-    Attributes:
-        attached: the reducer's hook.
-        token: float32, one element.
-        used: for each parameter, whether any rank has used it: uint8.
-    """
-
-    def __init__(
-        self,
-        key: str,
-        parameters: ReducerParameters,
-        use: ParameterUse,
-        hooks: set[Callable[..., None]],
-        change_of_parameters: Callable[[], str | None],
-    ) -> None:
-        self.key = key
-        self.parameters = parameters
-        self.use = use
-        self.hooks = hooks
-        self.change_of_parameters = change_of_parameters
-        self.attached: Attached | None = None
-        self.token = torch.zeros(1, dtype=torch.float32, device="cpu")
-        self.used = torch.zeros(len(parameters), dtype=torch.uint8, device="cpu")
 
 
 # Compiled autograd calls hooks through this. Otherwise a graph break would compile it with the hook
@@ -89,19 +52,10 @@ def expected_hooks(key: str) -> int:
     frame: Any = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "runtime_wrapper" and "hooks" in frame.f_locals:
-            own = by_name[key].hooks
+            own = by_name[key].hooks.called
             return sum(hook in own for hook in frame.f_locals["hooks"])
         frame = frame.f_back
     return 0
-
-
-@torch.compiler.assume_constant_result
-def parameters_changed(key: str) -> bool:
-    """Whether a reducer's parameters have changed since its hook was attached.
-
-    A constant: compiled code is for the parameters at the time of tracing.
-    """
-    return by_name[key].change_of_parameters() is not None
 
 
 def start_traced(attached: Attached, bucket: GradBucket, where: str) -> HookCall:
@@ -144,9 +98,9 @@ def _group(op: str, name: str) -> StepGroup:
     return group
 
 
-def _reducer(op: str, key: str) -> TracedState:
+def _reducer(op: str, key: str) -> ReducerState:
     reducer = by_name.get(key)
-    if not isinstance(reducer, TracedState):
+    if not isinstance(reducer, ReducerState):
         raise ValueError(f"{op}: key must be that of a reducer, got {key!r}")
     return reducer
 
@@ -252,33 +206,16 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 
 
 class CompiledStep(EagerStep):
-    """A step of a backward under compiled autograd.
-
-    Args:
-        attached, buckets, parameters, use, group: as for :class:`EagerStep`.
-        traced: the reducer's :class:`TracedState`.
-    """
-
-    def __init__(
-        self,
-        attached: Attached,
-        buckets: Sequence[BucketState],
-        parameters: ReducerParameters,
-        use: ParameterUse,
-        group: StepGroup,
-        traced: TracedState,
-    ) -> None:
-        super().__init__(attached, buckets, parameters, use, group)
-        self._traced = traced
+    """A step of a backward under compiled autograd."""
 
     def begin_traced(self) -> None:
         """Begin the step on all ranks, if a compiler traces and the hook is traceable."""
         if not self.attached.traceable:
             return
-        if parameters_changed(self._traced.key):
+        if parameters_changed(self._reducer.key):
             _leave_trace()
         elif self.agreement.size > 1:
-            begin_step(self._traced.token, self._group.name)
+            begin_step(self._reducer.token, self._group.name)
             self.has_begun = True
 
     def start_full(self) -> None:
@@ -308,11 +245,13 @@ class CompiledStep(EagerStep):
             call.future.start_next()
         calls = zip(self._buckets, self._calls, strict=True)
         results = [self._result(state, call) for state, call in calls]
-        used = self._traced.used
+        used = self._reducer.used
         used.fill_(1)
         missing = missing_in(self._buckets)
         if missing:
-            leave_out(used, self._use.touched, missing, needs_all(self.agreement), self._traced.key)
+            leave_out(
+                used, self._use.touched, missing, needs_all(self.agreement), self._reducer.key
+            )
         if self.agreement.size > 1:
             commit_step(used, results, self._group.name)
         if attached.scales_steps:
@@ -359,7 +298,7 @@ class CompiledStep(EagerStep):
         if attached.memory.is_empty and not attached.follows_scale:
             attached.traced_steps.add(buckets)
         else:
-            count_step(self._traced.token, results, as_text(buckets), self._traced.key)
+            count_step(self._reducer.token, results, as_text(buckets), self._reducer.key)
 
     def _write_missing(self, results: Sequence[Tensor], used: Tensor) -> bool:
         """Write the results of buckets with parameters without a gradient.
@@ -383,7 +322,7 @@ class CompiledStep(EagerStep):
                         destinations([arrived])[0].copy_(piece)
         if not missing:
             return False
-        write_missing(self._traced.token, used, missing, numbers, self._traced.key)
+        write_missing(self._reducer.token, used, missing, numbers, self._reducer.key)
         if not self.attached.keeps_ranks_apart:
             errors, unsent, gradients, table = self._unsent_table()
             if table:

@@ -20,7 +20,7 @@ from torch_commhook.memory.unsent import (
 )
 from torch_commhook.metrics import BucketTraffic
 from torch_commhook.reducer.buckets import BucketState, ReducerBucket
-from torch_commhook.reducer.parameters import NoAgreement, ParameterUse, ReducerParameters
+from torch_commhook.reducer.parameters import NoAgreement, ReducerState
 from torch_commhook.step.attached_hook import DRAIN_SECONDS, Attached, HookCall
 from torch_commhook.step.step_group import RunningBackward, StepGroup
 
@@ -35,10 +35,7 @@ class EagerStep:
 
     Args:
         attached: the hook.
-        buckets: all of the reducer's buckets.
-        parameters: the reducer's parameters.
-        use: records which of these have got gradients.
-        group: the group of the ranks.
+        reducer: the reducer.
 
     Attributes:
         attached: the hook, even if another one is attached meanwhile.
@@ -50,22 +47,16 @@ class EagerStep:
     #: Whether all gradients stay unchanged until the ranks have agreed.
     _writes_late = False
 
-    def __init__(
-        self,
-        attached: Attached,
-        buckets: Sequence[BucketState],
-        parameters: ReducerParameters,
-        use: ParameterUse,
-        group: StepGroup,
-    ) -> None:
+    def __init__(self, attached: Attached, reducer: ReducerState) -> None:
         self.attached = attached
+        self._group = group = reducer.group
         self.agreement: StepGroup | NoAgreement = _ALONE if attached.keeps_ranks_apart else group
         self.cpp: _C.ReducerRun | None = None
         self.has_begun = False
-        self._buckets = buckets
-        self._parameters = parameters
-        self._use = use
-        self._group = group
+        self._reducer = reducer
+        self._buckets = reducer._buckets
+        self._parameters = reducer.parameters
+        self._use = reducer.use
         self._next = 0  # the next bucket to start
         self._starting = False
         self._calls: list[HookCall] = []  # of the started buckets

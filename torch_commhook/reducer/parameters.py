@@ -13,6 +13,7 @@ from torch_commhook import _C
 from torch_commhook.native.bucket_ops import GRADIENT_DTYPES, check_dense
 from torch_commhook.native.runtime import skip_dynamo
 from torch_commhook.reducer.buckets import BucketState, destinations
+from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.step_group import StepGroup
 
 # ---- the parameters of a reducer: checks of their gradients, and writes to them ------------------
@@ -252,6 +253,37 @@ class ParameterHooks:
 
 def _nothing(parameter: Tensor) -> None:
     pass
+
+
+# ---- the parts of a reducer that its steps and compiled code use ---------------------------------
+
+
+class ReducerState:
+    """The part of a reducer that its steps know, and compiled code by the reducer's key.
+
+    Compiled code changes the tensors. The changes are visible outside the graph, so a compiler
+    cannot remove them.
+
+    Attributes:
+        attached: the hook; without one, gradients stay unchanged.
+        group: the group of the ranks.
+        key: the key by which compiled code finds the reducer.
+        parameters: the parameters whose gradients are averaged.
+        use: records which of these have got gradients.
+        hooks: the hooks on the parameters.
+        token: float32, one element.
+        used: for each parameter, whether any rank has used it: uint8.
+    """
+
+    attached: Attached | None
+    group: StepGroup
+    key: str
+    parameters: ReducerParameters
+    use: ParameterUse
+    hooks: ParameterHooks
+    token: Tensor
+    used: Tensor
+    _buckets: list[BucketState]
 
 
 # ---- an agreement of this rank alone -------------------------------------------------------------

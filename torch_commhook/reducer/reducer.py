@@ -63,12 +63,16 @@ from torch_commhook.reducer.buckets import BucketState
 from torch_commhook.reducer.compiled_step import (
     CompiledBackward,
     CompiledStep,
-    TracedState,
     expected_hooks,
     note_backward,
 )
 from torch_commhook.reducer.eager_step import EagerBackward, EagerStep
-from torch_commhook.reducer.parameters import ParameterHooks, ParameterUse, ReducerParameters
+from torch_commhook.reducer.parameters import (
+    ParameterHooks,
+    ParameterUse,
+    ReducerParameters,
+    ReducerState,
+)
 from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.step_group import RunningBackward, StepGroup, by_name
 
@@ -95,7 +99,7 @@ _current_task = torch._C._current_graph_task_id
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
-class Reducer:
+class Reducer(ReducerState):
     """Averages the gradients of some parameters over ranks, through the attached hook.
 
     Args:
@@ -112,12 +116,8 @@ class Reducer:
         on_closed: called when all hooks are removed from the parameters.
 
     Attributes:
-        attached: the hook; without one, gradients stay unchanged.
-        group: the group of the ranks.
         device: the first parameter's device.
-        parameters: the parameters whose gradients are averaged.
-        use: records which of these have got gradients.
-        key: the key by which compiled code finds the reducer.
+        change_of_parameters: as given.
     """
 
     def __init__(
@@ -144,6 +144,7 @@ class Reducer:
         self._on_step = on_step
         self._on_captured = on_captured
         self._on_closed = on_closed
+        self.change_of_parameters = change_of_parameters
         self.key = str(id(self))
 
         self._eager: EagerBackward | None = None  # if running
@@ -156,12 +157,12 @@ class Reducer:
         self._buckets: list[BucketState] = []
         # By parameter name: its bucket, and its place there.
         self._places: dict[str, tuple[BucketState, int]] = {}
-        self._hooks = ParameterHooks(self, self.parameters)
-        self._arrivals = self._hooks.arrivals
+        self.hooks = ParameterHooks(self, self.parameters)
+        self._arrivals = self.hooks.arrivals
         self.use = ParameterUse(self.parameters, self._arrivals.touched)
-        self._traced = by_name[self.key] = TracedState(
-            self.key, self.parameters, self.use, self._hooks.called, change_of_parameters
-        )
+        self.token = torch.zeros(1, dtype=torch.float32, device="cpu")
+        self.used = torch.zeros(len(self.parameters), dtype=torch.uint8, device="cpu")
+        by_name[self.key] = self
         self._is_settled = False  # whether the buckets have their final form
         self._next_order: list[int] | None = None  # of the next buckets, if the ranks have agreed
         # The last parameters have the first gradients.
@@ -176,7 +177,6 @@ class Reducer:
     @attached.setter
     def attached(self, attached: Attached | None) -> None:
         before, self._attached = self._attached, attached
-        self._traced.attached = attached
         if before is not None and before.keeps_ranks_apart:
             self.use.all_are_own()
         if attached is not None:
@@ -267,7 +267,7 @@ class Reducer:
                 self._places[parameters.names[number]] = bucket, place
                 bucket_of[number] = bucket.index
         self._prepare_memory()
-        self._hooks.renew(self._ready_hook, bucket_of)
+        self.hooks.renew(self._ready_hook, bucket_of)
 
     def parameter_buckets(self) -> list[list[Tensor]]:
         """Each bucket's parameters."""
@@ -303,7 +303,7 @@ class Reducer:
         if self._is_under_way():
             self._closes = True
         elif not self.is_closed:
-            self._hooks.remove()
+            self.hooks.remove()
             self._reset()
             self._places.clear()
             self._buckets.clear()
@@ -313,7 +313,7 @@ class Reducer:
     @property
     def is_closed(self) -> bool:
         """Whether all hooks are removed from the parameters."""
-        return self._hooks.are_removed
+        return self.hooks.are_removed
 
     def _is_under_way(self) -> bool:
         """Whether a backward has begun, and no exception has ended it."""
@@ -447,9 +447,7 @@ class Reducer:
             self._begun_count += 1
         attached, step = self._synchronising_hook(), None
         if attached is not None:
-            step = CompiledStep(
-                attached, self._buckets, self.parameters, self.use, self.group, self._traced
-            )
+            step = CompiledStep(attached, self)
             if _is_compiling():
                 step.begin_traced()
             else:
@@ -510,7 +508,7 @@ class Reducer:
             return attached
         # After this backward each rank has its own gradients.
         if _is_compiling():
-            note_backward(self._traced.token, self.key)
+            note_backward(self.token, self.key)
         elif attached.local_steps is not None:
             attached.local_steps.note_backward()
         if not attached.bucket_hooks.is_empty:
@@ -520,7 +518,7 @@ class Reducer:
         return None
 
     def _step(self, attached: Attached) -> EagerStep:
-        return EagerStep(attached, self._buckets, self.parameters, self.use, self.group)
+        return EagerStep(attached, self)
 
     def _begin_step(self, step: EagerStep) -> None:
         try:

@@ -102,6 +102,18 @@ _GONE = (WireFailure.ENDED, WireFailure.LOST, WireFailure.LEFT, WireFailure.TOLD
 by_name: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
+def parameters_changed(key: str) -> bool:
+    """Whether the parameters of a reducer or road have changed since its hook was attached.
+
+    A constant: compiled code is for the parameters at the time of tracing.
+    """
+    return by_name[key].change_of_parameters() is not None
+
+
+# As torch.compiler.assume_constant_result, without the import of the compiler.
+parameters_changed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 class StepGroup:
     """A process group that survives failed steps.
 
