@@ -102,7 +102,7 @@ class VirtualStep(ElasticStep):
             SimpleNamespace(index=index, gradient=gradient, pending=0)
             for index, gradient in enumerate(gradients)
         ]
-        self._use: Any = self
+        self._parameters: Any = self
         self._next = 0
         self._starting = False
         self._calls: Any = []

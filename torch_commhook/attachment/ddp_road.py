@@ -427,7 +427,7 @@ class DdpRoad(Road):
         self._is_first = False
         local = call.local
         if local is None:
-            if attached.scales_steps and call.dtype != bucket.dtype():
+            if attached.hook.scales_steps and call.dtype != bucket.dtype():
                 self._unrounded[index] = call.result
             return attached.name, call.future, call.dtype, None
 
@@ -480,7 +480,7 @@ class DdpRoad(Road):
                 self._forget_results()
             elif sent is None and (
                 attached.bucket_hooks.has_post_accumulate_hooks
-                or attached.scales_steps
+                or attached.hook.scales_steps
                 or (self._skips_unused and attached.keeps_error)
                 or self._kept
                 or self._follow_a_failure
@@ -525,7 +525,7 @@ class DdpRoad(Road):
         model = self.model()
         if self._kept and model is not None:  # last: results may share memory with gradients
             self._kept.put_back(used_by_any_rank(model))
-        if attached.scales_steps:
+        if attached.hook.scales_steps:
             self._scale_gradients(attached, past)
         if self._follow_a_failure:
             self._follow_a_failure = False
@@ -644,7 +644,7 @@ class DdpRoad(Road):
 
         self.successor = successor = ReducerRoad.of_ddp(model, named, self._group)
         used = torch.tensor(used_before, dtype=torch.uint8, device="cpu")
-        successor.reducer.use.touched.copy_(used)
+        successor.reducer.parameters.touched.copy_(used)
         attached, self.attached = self.attached, None
         successor.attached = attached
         try:

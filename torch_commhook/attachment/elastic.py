@@ -459,7 +459,7 @@ class ElasticStep(EagerStep, RepeatableStep):
 
     def _send(self) -> Tensor:
         self._start_all()
-        return self._use.locally_used(self._buckets, self.agreement)
+        return self._parameters.locally_used(self._buckets, self.agreement)
 
     def _receive(self) -> None:
         self._late = self._of_those_that_give(self._results())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import sys
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -47,18 +46,7 @@ from torch_commhook.wording import warn_user
 
 
 def write(writer: Any, values: Mapping[str, float], step: int | None) -> None:
-    """Write numbers to a log.
-
-    Args:
-        writer: TensorBoard's ``SummaryWriter``, with ``add_scalar(name, value, step)``; a logger of
-            Lightning or MLflow, with ``log_metrics(values, step)``; a run of Weights & Biases, a
-            tracker of Accelerate, or any object with ``log(values)``; or a function of the values.
-        values: the numbers by name.
-        step: the number of the step; None if the writer counts steps itself.
-
-    Raises:
-        TypeError: the writer is none of these.
-    """
+    """Write numbers by name to a log; as :meth:`HookHandle.log_to`."""
     if callable(getattr(writer, "add_scalar", None)):
         for name, value in values.items():
             writer.add_scalar(name, value, step)
@@ -111,7 +99,7 @@ class HookHandle:
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         local_steps = self._attached.local_steps
         if local_steps is not None and not is_finalizing():
-            local_steps.handle_gone()
+            local_steps.warn_if_apart("lost its handle")
 
     @property
     def _road(self) -> Road:
@@ -126,6 +114,12 @@ class HookHandle:
     def is_attached(self) -> bool:
         """Whether the model still uses this hook."""
         return self._road.attached is self._attached and self._road.is_alive
+
+    def _check_attached(self, method: str, advice: str = "") -> None:
+        if not self.is_attached:
+            raise RuntimeError(
+                f"HookHandle.{method}: hook '{self._attached.name}' is no longer attached{advice}"
+            )
 
     def remove(self) -> None:
         """Remove the hook from the model.
@@ -143,18 +137,15 @@ class HookHandle:
             if self._attached.local_steps is not None:
                 self._attached.local_steps.close()
         finally:  # the warning may be raised as an error
-            self._take_off()
-
-    def _take_off(self) -> None:
-        road = self._road
-        road.attached = None
-        road.after_backward(self._attached.let_go)
-        model = road.model()
-        if model is not None:
-            release(model)
-            if not road.is_alive and not road.is_closing:
-                roads.pop(model, None)
-        stop_watching_optimizers()
+            road = self._road
+            road.attached = None
+            road.after_backward(self._attached.let_go)
+            model = road.model()
+            if model is not None:
+                release(model)
+                if not road.is_alive and not road.is_closing:
+                    roads.pop(model, None)
+            stop_watching_optimizers()
 
     def __enter__(self) -> HookHandle:
         return self
@@ -179,11 +170,7 @@ class HookHandle:
             TypeError, ValueError: as :func:`torch_commhook.check_hook`. The old hook then stays, on
                 all ranks.
         """
-        if not self.is_attached:
-            raise RuntimeError(
-                f"HookHandle.replace: hook '{self._attached.name}' is no longer attached; "
-                "use attach()"
-            )
+        self._check_attached("replace", "; use attach()")
         replacement, error, given = None, None, hook
         try:
             given = as_hook(hook, "HookHandle.replace")
@@ -300,10 +287,7 @@ class HookHandle:
             RuntimeError: the handle's hook is no longer attached.
             PeerError: another rank failed. The parameters are unchanged.
         """
-        if not self.is_attached:
-            raise RuntimeError(
-                f"HookHandle.synchronize: hook '{self._attached.name}' is no longer attached"
-            )
+        self._check_attached("synchronize")
         if self._attached.local_steps is not None:
             self._attached.local_steps.synchronize()
 
@@ -332,8 +316,10 @@ class HookHandle:
         Times are means over the steps since the last call.
 
         Args:
-            writer: TensorBoard's ``SummaryWriter``, a logger of Lightning or MLflow, a run of
-                Weights & Biases, any object with ``log(dict)``, or a function of a dict.
+            writer: TensorBoard's ``SummaryWriter``, with ``add_scalar(name, value, step)``; a
+                logger of Lightning or MLflow, with ``log_metrics(values, step)``; a run of Weights
+                & Biases, a tracker of Accelerate, or any object with ``log(dict)``; or a function
+                of a dict.
             step: the number of the step; None if the writer counts steps itself.
             prefix: the beginning of each name.
 
@@ -455,10 +441,7 @@ class HookHandle:
 
         After an error the hook's memory is unchanged, on all ranks.
         """
-        if not self.is_attached:
-            raise RuntimeError(
-                f"HookHandle.load_state_dict: hook '{self._attached.name}' is no longer attached"
-            )
+        self._check_attached("load_state_dict")
         memory, local_steps = self._attached.memory, self._attached.local_steps
         settings: dict[str, object] = {}
         go_on: Callable[[], None] | None = None
@@ -625,15 +608,15 @@ class Attaching(ABC):
 
     def claim(self, parameters: list[tuple[str, Tensor]]) -> None:
         """Claim parameters for the model; as :func:`claim`."""
-        owner = weakref.ref(self.model)
+        claim(parameters, self.model, _name_of_hook)
 
-        def hook() -> str | None:
-            model = owner()
-            road = None if model is None or model not in roads else road_in_use(roads[model])
-            attached = None if road is None or not road.is_alive else road.attached
-            return None if attached is None else attached.name
 
-        claim(parameters, self.model, hook)
+def _name_of_hook(model: nn.Module) -> str | None:
+    """The name of the hook that is attached to a model, or None."""
+    first = roads.get(model)
+    road = None if first is None else road_in_use(first)
+    attached = None if road is None or not road.is_alive else road.attached
+    return None if attached is None else attached.name
 
 
 def begin_hook(first: Road, attached: Attached, op: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -111,6 +112,7 @@ def _digest(tensor: Tensor) -> bytes:
 # ---- the schedule in which a model's fragments are exchanged -------------------------------------
 
 
+@dataclass
 class Round:
     """The position in a round of ``H`` steps, in which each fragment is exchanged once.
 
@@ -118,59 +120,46 @@ class Round:
     round. A failed turn is repeated after the next step. Later turns keep their steps, but wait
     while an exchange is running. The next round is late if the last turn is late.
 
-    Args:
+    Attributes:
         H: the number of steps in a round.
         fragments: the number of fragments.
-
-    Attributes:
-        steps: the number of steps since the last fragment's exchange began.
         turn: the fragment that is exchanged next.
+        steps: the number of steps since the last fragment's exchange began.
     """
 
-    def __init__(self, H: int, fragments: int) -> None:  # noqa: N803 (as the papers call it)
-        self._H = H
-        self._fragments = fragments
-        self.steps = 0
-        self.turn = 0
+    H: int
+    fragments: int
+    turn: int = 0
+    steps: int = 0
 
     @property
     def is_due(self) -> bool:
         """Whether the next exchange is due."""
-        return self.steps >= (self.turn + 1) * self._H // self._fragments
+        return self.steps >= (self.turn + 1) * self.H // self.fragments
 
     def next_turn(self) -> None:
         """Note that an exchange has begun, or has run at once."""
         self.turn += 1
-        if self.turn == self._fragments:
-            self.reset()
+        if self.turn == self.fragments:
+            self.turn = self.steps = 0
 
-    def repeat(self, turn: int, steps: int) -> None:
-        """Note that an exchange has failed.
+    def at(self, turn: int, steps: int) -> Round:
+        """Another position in a round; also that of an exchange that has failed.
 
         Args:
-            turn: its fragment.
-            steps: the number of steps since the round in which it began.
+            turn: the fragment.
+            steps: the number of steps since the beginning of the fragment's round.
         """
-        self.turn, self.steps = turn, steps
-
-    def before(self, turn: int, steps: int) -> Round:
-        """The position after :meth:`repeat`, as a new object."""
-        place = Round(self._H, self._fragments)
-        place.repeat(turn, steps)
-        return place
-
-    def reset(self) -> None:
-        """Begin a round."""
-        self.turn = self.steps = 0
+        return Round(self.H, self.fragments, turn, steps)
 
     @property
     def fragment_before(self) -> int:
         """The fragment of the last turn."""
-        return (self.turn - 1) % self._fragments
+        return (self.turn - 1) % self.fragments
 
     def began_at(self, steps_ago: int) -> int:
         """The number of steps in its round after which the last turn began, if known."""
-        return self._H if self.turn == 0 else self.steps - steps_ago
+        return self.H if self.turn == 0 else self.steps - steps_ago
 
     def position(self, in_flight: int) -> dict[str, Any]:
         """The position in the form of a state.
@@ -180,7 +169,7 @@ class Round:
         """
         return {
             "steps_of_round": self.steps,
-            "fragments": self._fragments,
+            "fragments": self.fragments,
             "fragment": self.turn,
             "steps_in_flight": in_flight,
         }

@@ -107,10 +107,6 @@ class LocalSteps:
             if self._background is not None:
                 self._background.leave()
 
-    def handle_gone(self) -> None:
-        """Warn, since only the next exchanges can give the ranks the same parameters now."""
-        self.warn_if_apart("lost its handle")
-
     def warn_if_apart(self, what: str) -> None:
         """Warn once if the ranks' parameters differ now, and say how to avoid it.
 
@@ -224,9 +220,10 @@ class LocalSteps:
     def before_forward(self, module: nn.Module) -> None:
         """End a step before the model's own forward. The model calls this."""
         if self.is_open and torch.is_grad_enabled():
-            _end_step(self)
+            self._end_step()
 
-    def end_step(self) -> None:
+    @torch.compiler.disable
+    def _end_step(self) -> None:
         """End a step that optimizers have not ended, when another one begins."""
         if self._in_step or not (self._stepped or self._gradients_are_gone()):
             return  # a closure, or accumulated gradients
@@ -367,7 +364,7 @@ class LocalSteps:
             self._look_for_anchor()
         self._exchange(at_the_end=True)
         self._written.clear()
-        self._round.reset()
+        self._round = self._round.at(0, 0)
 
     def _end_background(self, background: BackgroundExchange, *, at_the_end: bool = False) -> None:
         """End the exchange of a fragment and move its parameters: on all ranks, or on none.
@@ -390,7 +387,7 @@ class LocalSteps:
         background.fail_if(replica.share_failure(background.failure))
         self._background = None
         if background.failure is not None:
-            self._round.repeat(background.fragment, background.began_at + background.steps)
+            self._round = self._position_before(background)
             raise background.failure
         replica.drop_copies()
         self._move_by(background)
@@ -523,7 +520,7 @@ class LocalSteps:
     def begin_at(self, position: tuple[int, int, int, bool]) -> None:
         """Begin at another rank's position. The hook's memory is loaded. Writes the parameters."""
         self.done, turn, steps, self._has_agreed = position
-        self._round.repeat(turn, steps)
+        self._round = self._round.at(turn, steps)
         # With error_reset, the other rank is ahead of the anchor.
         for memory in self._memories() if not self.hook.is_streaming else ():
             self.hook.return_to_start(memory)
@@ -538,7 +535,11 @@ class LocalSteps:
         """
         background = self._background
         if background is not None:
-            self._look(background)
+            try:
+                background.look()
+            finally:  # the others wait for this rank
+                if background.is_shared:
+                    background.fail_if(self._replica.share_failure(background.failure))
         memory = self._attached.memory
         state = memory.state_dict()
         state[LOCAL_STEPS] = self._position(background)
@@ -555,14 +556,6 @@ class LocalSteps:
             own[MEANS] |= {name: each.detach().clone() for name, each in means.items()}
         return state
 
-    def _look(self, background: BackgroundExchange) -> None:
-        """Wait for the outcome of a running exchange, the same on all ranks of a replica."""
-        try:
-            background.look()
-        finally:  # the others wait for this rank
-            if background.is_shared:
-                background.fail_if(self._replica.share_failure(background.failure))
-
     def _position(self, background: BackgroundExchange | None) -> dict[str, Any]:
         position = {"done": self.done, "is_open": self.is_open}
         if not self.hook.is_streaming:
@@ -571,8 +564,12 @@ class LocalSteps:
         if background is not None and background.failure is None:
             in_flight = background.steps
         elif background is not None:  # one that has failed counts as not begun
-            place = place.before(background.fragment, background.began_at + background.steps)
+            place = self._position_before(background)
         return {**position, **place.position(in_flight)}
+
+    def _position_before(self, background: BackgroundExchange) -> Round:
+        """The position in which the fragment of a failed exchange is next."""
+        return self._round.at(background.fragment, background.began_at + background.steps)
 
     def check_state(self, state: Any) -> CheckedState:
         """Check a :meth:`state_dict` and split it into its parts.
@@ -590,9 +587,7 @@ class LocalSteps:
         check_fragment(checked.position, self.hook)
         means = None
         if checked.position.get("steps_in_flight", -1) >= 0:
-            place = self._round.before(
-                checked.position["fragment"], checked.position["steps_of_round"]
-            )
+            place = self._round.at(checked.position["fragment"], checked.position["steps_of_round"])
             means = checked_means(state, memory.own_key, self._pieces(place.fragment_before))
         return checked._replace(rest=rest, means=means)
 
@@ -611,7 +606,7 @@ class LocalSteps:
             parameter.copy_(value)
         position = checked.position
         self.done, self.is_open = position["done"], position["is_open"]
-        self._round.repeat(
+        self._round = self._round.at(
             position.get("fragment", 0), position.get("steps_of_round", position["done"])
         )
         if checked.means is not None:
@@ -629,8 +624,3 @@ class LocalSteps:
         # The state may be of a round with a write, of which ranks may have saved different anchors.
         self._written = {id(each): [] for memory in self._memories() for each in memory.parameters}
         self._has_agreed = False
-
-
-@torch.compiler.disable
-def _end_step(steps: LocalSteps) -> None:
-    steps.end_step()

@@ -247,29 +247,29 @@ def _ddp_of(parameter: Tensor) -> DistributedDataParallel | None:
     return next((ddp for ddp in found if any(p is parameter for p in ddp.parameters())), None)
 
 
-_Owners = list[tuple["weakref.ref[nn.Module]", Callable[[], "str | None"]]]
-
-#: The models that have claimed each parameter, each with a function that names its hook.
-_owners: MutableMapping[Tensor, _Owners] = WeakIdKeyDictionary()
+#: The models that have claimed each parameter.
+_owners: MutableMapping[Tensor, list[weakref.ref[nn.Module]]] = WeakIdKeyDictionary()
 
 
 def claim(
-    parameters: list[tuple[str, Tensor]], owner: nn.Module, hook: Callable[[], str | None]
+    parameters: list[tuple[str, Tensor]],
+    owner: nn.Module,
+    name_of_hook: Callable[[nn.Module], str | None],
 ) -> None:
     """Claim parameters for one model. DDP models may share them, as without a hook.
 
     Args:
         parameters: names and parameters.
         owner: the model.
-        hook: returns the name of the hook that is attached to the model, or None.
+        name_of_hook: returns the name of the hook that is attached to a model, or None.
 
     Raises:
         RuntimeError: one belongs to another model that has a hook.
     """
-    taken = _taken(parameters, owner)
+    taken = _taken(parameters, owner, name_of_hook)
     if taken is not None:
         gc.collect()  # an unused DDP may be waiting for collection
-        taken = _taken(parameters, owner)
+        taken = _taken(parameters, owner, name_of_hook)
     if taken is not None:
         name, hook_name = taken
         raise RuntimeError(
@@ -277,34 +277,34 @@ def claim(
             f"'{hook_name}' is attached already"
         )
     for _, parameter in parameters:
-        others = [other for other in _owners_of(parameter) if other[0]() is not owner]
-        _owners[parameter] = [*others, (weakref.ref(owner), hook)]
+        _owners[parameter] = [*map(weakref.ref, _others(parameter, owner)), weakref.ref(owner)]
 
 
 def release(owner: nn.Module) -> None:
     """Release the parameters that a model has claimed."""
     for parameter in owner.parameters():
-        others = [other for other in _owners_of(parameter) if other[0]() is not owner]
+        others = _others(parameter, owner)
         if others:
-            _owners[parameter] = others
+            _owners[parameter] = [*map(weakref.ref, others)]
         else:
             _owners.pop(parameter, None)  # its weak reference would prevent swap_tensors
 
 
-def _owners_of(parameter: Tensor) -> _Owners:
-    return [entry for entry in _owners.get(parameter, ()) if entry[0]() is not None]
+def _others(parameter: Tensor, owner: nn.Module) -> list[nn.Module]:
+    """The models other than the owner that have claimed a parameter."""
+    models = [reference() for reference in _owners.get(parameter, ())]
+    return [model for model in models if model is not None and model is not owner]
 
 
-def _taken(parameters: list[tuple[str, Tensor]], owner: nn.Module) -> tuple[str, str] | None:
+def _taken(
+    parameters: list[tuple[str, Tensor]],
+    owner: nn.Module,
+    name_of_hook: Callable[[nn.Module], str | None],
+) -> tuple[str, str] | None:
+    both = (DistributedDataParallel,) if isinstance(owner, DistributedDataParallel) else ()
     for name, parameter in parameters:
-        for other, attached in _owners_of(parameter):
-            model = other()
-            if model is owner or (
-                isinstance(owner, DistributedDataParallel)
-                and isinstance(model, DistributedDataParallel)
-            ):
-                continue
-            hook_name = attached()
+        for model in _others(parameter, owner):
+            hook_name = None if isinstance(model, both) else name_of_hook(model)
             if hook_name is not None:
                 return name, hook_name
     return None

@@ -43,8 +43,10 @@ _BROADCAST_BYTES = 250 << 20  # in flight, as in DDP
 _MOST_COPIED_BYTES = 64 << 20
 
 
-class ReducerRoad(Road, Joinable):
+class ReducerRoad(Road, Joinable, JoinHook):
     """Averages a model's gradients with our own reducer, while a hook is attached.
+
+    In ``join()`` a rank without more inputs takes part in the others' steps with zeros.
 
     Args:
         model: a module, or a DDP that was made with the Python reducer.
@@ -234,7 +236,7 @@ class ReducerRoad(Road, Joinable):
         assert model is not None
         return list(first_values(model).values())
 
-    def shadow_step(self) -> None:
+    def main_hook(self) -> None:
         """Take part in the others' step, with gradients of zero."""
         self._is_notified = True  # by another rank
         model = self.model()
@@ -243,7 +245,7 @@ class ReducerRoad(Road, Joinable):
             self._send_buffers(model, joined=True)
         self.reducer.shadow_step()
 
-    def end_join(self, is_last_joiner: bool) -> None:
+    def post_hook(self, is_last_joiner: bool) -> None:
         """Take the parameters of a rank that left a join context last."""
         self._join_config = type(self._join_config).construct_disabled_join_config()
         self._is_notified = False
@@ -257,7 +259,7 @@ class ReducerRoad(Road, Joinable):
         return int(rank.item())
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        return _Shadow(self)
+        return self
 
     @property
     def join_device(self) -> torch.device:
@@ -318,6 +320,7 @@ class ReducerRoad(Road, Joinable):
         """Whether ranks that have joined know about the current step."""
         return self._joins and self._is_notified
 
+    @torch.compiler.disable
     def _notify(self) -> None:
         """Notify the ranks that have joined of a step, once."""
         if self._joins and not self._is_notified:
@@ -330,7 +333,7 @@ class ReducerRoad(Road, Joinable):
             return
         if torch.compiler.is_dynamo_compiling():
             if parameters_changed(self.reducer.key):
-                self._check_parameters_untraced()
+                self._check_parameters()
         else:
             self._check_parameters()
             self._seen_in_forward = self._watched.is_sure
@@ -341,7 +344,7 @@ class ReducerRoad(Road, Joinable):
         if self._joins:
             if not sync:
                 return
-            _notify(self)
+            self._notify()
             send = True
         if self.elastic is not None:
             self.elastic.before_forward()
@@ -367,15 +370,12 @@ class ReducerRoad(Road, Joinable):
         self._buffers_changed = self._buffers_changed or self._next_syncs()
         self._seen_in_forward = self._is_notified = False
 
+    @torch.compiler.disable
     def _check_parameters(self) -> None:
         change = self._watched.change()
         if change is not None:
             # The other ranks' parameters may be unchanged.
             raise self.group.fail_with(RuntimeError(change))
-
-    @torch.compiler.disable
-    def _check_parameters_untraced(self) -> None:
-        self._check_parameters()
 
     def _send_buffers(self, module: nn.Module, joined: bool = False) -> None:
         source = 0
@@ -413,24 +413,6 @@ def _count_reducers() -> int:
     """The number of reducers that have hooks on parameters."""
     found = [reference() for reference in by_name.valuerefs()]
     return sum(isinstance(each, Reducer) and not each.is_closed for each in found)
-
-
-class _Shadow(JoinHook):
-    """A rank without more inputs: it takes part in the others' steps with zeros."""
-
-    def __init__(self, road: ReducerRoad) -> None:
-        self._road = road
-
-    def main_hook(self) -> None:
-        self._road.shadow_step()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        self._road.end_join(is_last_joiner)
-
-
-@torch.compiler.disable
-def _notify(road: ReducerRoad) -> None:
-    road._notify()
 
 
 def _sparse_names(model: nn.Module) -> frozenset[str]:

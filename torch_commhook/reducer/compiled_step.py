@@ -52,7 +52,7 @@ def expected_hooks(key: str) -> int:
     frame: Any = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "runtime_wrapper" and "hooks" in frame.f_locals:
-            own = by_name[key].hooks.called
+            own = by_name[key].parameters.called
             return sum(hook in own for hook in frame.f_locals["hooks"])
         frame = frame.f_back
     return 0
@@ -113,13 +113,13 @@ def begin_step(token: Tensor, name: str) -> None:
 
 @torch.library.custom_op("commhook::leave_out", mutates_args=("used",))
 def leave_out(used: Tensor, touched: Tensor, missing: list[int], needs_all: bool, key: str) -> None:
-    """Run :meth:`ParameterUse.leave_out` of the reducer with a key.
+    """Run :meth:`ReducerParameters.leave_out` of the reducer with a key.
 
     It reads the flags when the step runs, so that other flags need no other code.
 
     Args:
         used: one flag for each parameter, uint8. Written.
-        touched: as :attr:`ParameterUse.touched`; a compiler knows the flags by it.
+        touched: as :attr:`ReducerParameters.touched`; a compiler knows the flags by it.
         missing: the numbers of parameters.
         needs_all: whether an unused parameter is an error.
         key: the reducer's key.
@@ -137,7 +137,7 @@ def leave_out(used: Tensor, touched: Tensor, missing: list[int], needs_all: bool
             f"leave_out: used and touched must have {count} elements, got {len(used)} and "
             f"{len(touched)}"
         )
-    reducer.use.leave_out(used, touched, missing, needs_all=needs_all)
+    reducer.parameters.leave_out(used, touched, missing, needs_all=needs_all)
 
 
 @torch.library.custom_op("commhook::commit_step", mutates_args=("used",))
@@ -250,11 +250,15 @@ class CompiledStep(EagerStep):
         missing = missing_in(self._buckets)
         if missing:
             leave_out(
-                used, self._use.touched, missing, needs_all(self.agreement), self._reducer.key
+                used,
+                self._parameters.touched,
+                missing,
+                needs_all(self.agreement),
+                self._reducer.key,
             )
         if self.agreement.size > 1:
             commit_step(used, results, self._group.name)
-        if attached.scales_steps:
+        if attached.hook.scales_steps:
             results = self._scaled(results, used)
         for state, result in zip(self._buckets, results, strict=True):
             if state.pending == 0:
@@ -262,7 +266,7 @@ class CompiledStep(EagerStep):
         if not attached.keeps_ranks_apart:
             self._count_traced(results)
         has_missing = self._write_missing(results, used)
-        self._use.forget()
+        self._parameters.forget()
         if has_missing and attached.bucket_hooks.has_post_accumulate_hooks:
             self._run_post_accumulate_hooks_untraced()
         else:

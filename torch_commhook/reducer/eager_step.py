@@ -56,7 +56,6 @@ class EagerStep:
         self._reducer = reducer
         self._buckets = reducer._buckets
         self._parameters = reducer.parameters
-        self._use = reducer.use
         self._next = 0  # the next bucket to start
         self._starting = False
         self._calls: list[HookCall] = []  # of the started buckets
@@ -151,7 +150,7 @@ class EagerStep:
                 BucketTraffic(bucket.numel, bucket.dtype, sent, sent)
                 for bucket, sent in zip(self._buckets, self.cpp.bytes_sent(), strict=True)
             ]
-        used = self._use.locally_used(self._buckets, self.agreement)
+        used = self._parameters.locally_used(self._buckets, self.agreement)
         self.agreement.commit(used)
         self._apply(late, used, traffic)
 
@@ -169,7 +168,7 @@ class EagerStep:
             traffic: the traffic of each bucket.
         """
         attached, count = self.attached, len(self._buckets)
-        scale = self._factor(late, used) if attached.scales_steps else 1.0
+        scale = self._factor(late, used) if attached.hook.scales_steps else 1.0
         together = not attached.keeps_ranks_apart
         if together:
             attached.memory.count_step()
@@ -178,7 +177,7 @@ class EagerStep:
             self._keep_unsent(used)
             for index, of_bucket in enumerate(traffic):
                 attached.count_bucket(index, count, of_bucket, first=index == 0)
-        self._use.forget()
+        self._parameters.forget()
 
     def _results_of_cpp(self, cpp: _C.ReducerRun) -> list[tuple[BucketState, Tensor]]:
         """Wait for a hook in C++, which writes its results.
@@ -217,7 +216,7 @@ class EagerStep:
         late = []
         for state, call in zip(self._buckets, self._calls, strict=True):
             result = self._result(state, call)
-            if self._writes_late or state.pending or self.attached.scales_steps:
+            if self._writes_late or state.pending or self.attached.hook.scales_steps:
                 late.append((state, result))
             else:
                 state.write(result, 1.0)  # while other collectives are running

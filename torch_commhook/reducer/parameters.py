@@ -16,28 +16,52 @@ from torch_commhook.reducer.buckets import BucketState, destinations
 from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.step_group import StepGroup
 
-# ---- the parameters of a reducer: checks of their gradients, and writes to them ------------------
+# ---- the parameters of a reducer: checks, writes, use, and their hooks ---------------------------
 
 
 class ReducerParameters:
     """The parameters whose gradients a reducer averages, by number.
 
+    Each has a post-accumulate-grad hook: C++ counts in eager code, Python if compiled. The hooks
+    are registered once, since another thread's backward may be running over them.
+
+    The flags of use are those of a backward, and of earlier ones under no_sync(). A failed step, or
+    a backward that an exception ends, does not change them: the gradients that it has written
+    differ among ranks until a step averages them.
+
     Args:
         named_parameters: names and parameters that require grad.
         sparse: the names of parameters with sparse gradients.
+        listener: the object that C++ notifies of gradients and full buckets; see ``arrivals.h``.
 
     Attributes:
         names: the parameters' names.
         tensors: the parameters; empty once the reducer is closed.
         sparse: for each parameter, whether its gradients are sparse.
+        arrivals: counts gradients.
+        touched: for each parameter, whether a backward may have written to its gradient since the
+            last step: uint8, on the CPU. The counter of gradients sets it.
+        called: the hooks that compiled autograd calls.
     """
 
     def __init__(
-        self, named_parameters: Sequence[tuple[str, Tensor]], sparse: frozenset[str]
+        self,
+        named_parameters: Sequence[tuple[str, Tensor]],
+        sparse: frozenset[str],
+        listener: _C.ArrivalsListener,
     ) -> None:
         self.names = [name for name, _ in named_parameters]
         self.tensors = [parameter for _, parameter in named_parameters]
         self.sparse = [name in sparse for name in self.names]
+        self.arrivals = _C.Arrivals(listener, len(self.names))
+        self.touched: Tensor = self.arrivals.touched
+        self.all_are_own()
+        self.called: set[Callable[..., None]] = set()
+        self._handles: list[RemovableHandle] = []
+        for number, parameter in enumerate(self.tensors):
+            handle: Any = parameter.register_post_accumulate_grad_hook(_nothing)
+            self._handles.append(handle)
+            _C.count_arrivals(parameter, handle.id, self.arrivals, number)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -99,29 +123,7 @@ class ReducerParameters:
                     "is used nowhere else"
                 )
 
-
-# ---- records the parameters whose gradients the ranks have not averaged yet ----------------------
-
-
-class ParameterUse:
-    """The parameters that got a gradient in a backward, or in earlier ones under no_sync().
-
-    A failed step, or a backward that an exception ends, changes nothing here: the gradients that it
-    has written differ among ranks until a step averages them.
-
-    Args:
-        parameters: the reducer's parameters.
-        touched: for each parameter, whether a backward may have written to its gradient since the
-            last step: uint8, on the CPU. The counter of gradients sets it.
-
-    Attributes:
-        touched: as given.
-    """
-
-    def __init__(self, parameters: ReducerParameters, touched: Tensor) -> None:
-        self._parameters = parameters
-        self.touched = touched
-        self.all_are_own()
+    # ---- use ------------------------------------------------------------------------------------
 
     def all_are_own(self) -> None:
         """Treat all existing gradients as this rank's own."""
@@ -139,7 +141,7 @@ class ParameterUse:
         Raises:
             RuntimeError: it has not used all of them, and cannot tell the other ranks.
         """
-        used = torch.ones(len(self._parameters), dtype=torch.uint8, device="cpu")
+        used = torch.ones(len(self.names), dtype=torch.uint8, device="cpu")
         missing = missing_in(buckets)
         if missing:
             self.leave_out(used, self.touched, missing, needs_all=needs_all(agreement))
@@ -163,10 +165,10 @@ class ParameterUse:
         unused = [
             number
             for number in missing
-            if not is_touched[number] or self._parameters.tensors[number].grad is None
+            if not is_touched[number] or self.tensors[number].grad is None
         ]
         if unused and needs_all:
-            names = [self._parameters.names[number] for number in sorted(unused)]
+            names = [self.names[number] for number in sorted(unused)]
             raise RuntimeError(
                 f"torch_commhook: parameters {names} got no gradient, and over this process group "
                 "ranks do not tell each other which they used; freeze them "
@@ -174,6 +176,40 @@ class ParameterUse:
                 "them"
             )
         used[unused] = 0
+
+    # ---- hooks ----------------------------------------------------------------------------------
+
+    @property
+    def are_removed(self) -> bool:
+        """Whether no parameter has a hook any more."""
+        return not self._handles
+
+    def renew(
+        self, ready_hook: Callable[[str], Callable[[Tensor], None]], buckets: list[int]
+    ) -> None:
+        """Update the hooks for rebuilt buckets.
+
+        Args:
+            ready_hook: returns the function that compiled autograd calls with the named parameter.
+            buckets: the bucket of each parameter.
+        """
+        self.called.clear()
+        for name, handle in zip(self.names, self._handles, strict=True):
+            hooks = handle.hooks_dict_ref()
+            if hooks is not None and handle.id in hooks:
+                hook = hooks[handle.id] = skip_dynamo(ready_hook(name))
+                self.called.add(hook)
+        self.arrivals.assign(buckets)
+
+    def remove(self) -> None:
+        """Remove the hooks, stop counting, and release the parameters."""
+        self.arrivals.close()
+        for parameter, handle in zip(self.tensors, self._handles, strict=True):
+            _C.stop_counting(parameter)
+            handle.remove()
+        self._handles.clear()
+        self.called.clear()
+        self.tensors.clear()
 
 
 def missing_in(buckets: Sequence[BucketState]) -> list[int]:
@@ -190,65 +226,6 @@ def missing_in(buckets: Sequence[BucketState]) -> list[int]:
 def needs_all(agreement: StepGroup | NoAgreement) -> bool:
     """Whether all ranks must use all parameters, because they cannot tell each other."""
     return agreement.size > 1 and not agreement.shares_used
-
-
-# ---- the hooks on a reducer's parameters, which notify it of gradients ---------------------------
-
-
-class ParameterHooks:
-    """A post-accumulate-grad hook on each parameter: C++ counts in eager code, Python if compiled.
-
-    The hooks are registered once, since another thread's backward may be running over them.
-
-    Args:
-        listener: the object that C++ notifies of gradients and full buckets; see ``arrivals.h``.
-        parameters: the reducer's parameters.
-
-    Attributes:
-        arrivals: counts gradients.
-        called: the hooks that compiled autograd calls.
-    """
-
-    def __init__(self, listener: _C.ArrivalsListener, parameters: ReducerParameters) -> None:
-        self.arrivals = _C.Arrivals(listener, len(parameters))
-        self.called: set[Callable[..., None]] = set()
-        self._parameters = parameters
-        self._handles: list[RemovableHandle] = []
-        for number, parameter in enumerate(parameters.tensors):
-            handle: Any = parameter.register_post_accumulate_grad_hook(_nothing)
-            self._handles.append(handle)
-            _C.count_arrivals(parameter, handle.id, self.arrivals, number)
-
-    @property
-    def are_removed(self) -> bool:
-        """Whether no parameter has such a hook any more."""
-        return not self._handles
-
-    def renew(
-        self, ready_hook: Callable[[str], Callable[[Tensor], None]], buckets: list[int]
-    ) -> None:
-        """Update the hooks for rebuilt buckets.
-
-        Args:
-            ready_hook: returns the function that compiled autograd calls with the named parameter.
-            buckets: the bucket of each parameter.
-        """
-        self.called.clear()
-        for name, handle in zip(self._parameters.names, self._handles, strict=True):
-            hooks = handle.hooks_dict_ref()
-            if hooks is not None and handle.id in hooks:
-                hook = hooks[handle.id] = skip_dynamo(ready_hook(name))
-                self.called.add(hook)
-        self.arrivals.assign(buckets)
-
-    def remove(self) -> None:
-        """Remove the hooks, and stop counting."""
-        self.arrivals.close()
-        for parameter, handle in zip(self._parameters.tensors, self._handles, strict=True):
-            _C.stop_counting(parameter)
-            handle.remove()
-        self._handles.clear()
-        self.called.clear()
 
 
 def _nothing(parameter: Tensor) -> None:
@@ -269,8 +246,6 @@ class ReducerState:
         group: the group of the ranks.
         key: the key by which compiled code finds the reducer.
         parameters: the parameters whose gradients are averaged.
-        use: records which of these have got gradients.
-        hooks: the hooks on the parameters.
         token: float32, one element.
         used: for each parameter, whether any rank has used it: uint8.
     """
@@ -279,8 +254,6 @@ class ReducerState:
     group: StepGroup
     key: str
     parameters: ReducerParameters
-    use: ParameterUse
-    hooks: ParameterHooks
     token: Tensor
     used: Tensor
     _buckets: list[BucketState]

@@ -67,12 +67,7 @@ from torch_commhook.reducer.compiled_step import (
     note_backward,
 )
 from torch_commhook.reducer.eager_step import EagerBackward, EagerStep
-from torch_commhook.reducer.parameters import (
-    ParameterHooks,
-    ParameterUse,
-    ReducerParameters,
-    ReducerState,
-)
+from torch_commhook.reducer.parameters import ReducerParameters, ReducerState
 from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.step_group import RunningBackward, StepGroup, by_name
 
@@ -137,8 +132,6 @@ class Reducer(ReducerState):
     ) -> None:
         self._attached: Attached | None = None
         self.group = group
-        self.parameters = ReducerParameters(named_parameters, sparse)
-        self.device = self.parameters.tensors[0].device
         self._should_sync = should_sync
         self._in_join = in_join
         self._on_step = on_step
@@ -157,9 +150,9 @@ class Reducer(ReducerState):
         self._buckets: list[BucketState] = []
         # By parameter name: its bucket, and its place there.
         self._places: dict[str, tuple[BucketState, int]] = {}
-        self.hooks = ParameterHooks(self, self.parameters)
-        self._arrivals = self.hooks.arrivals
-        self.use = ParameterUse(self.parameters, self._arrivals.touched)
+        self.parameters = ReducerParameters(named_parameters, sparse, self)
+        self._arrivals = self.parameters.arrivals
+        self.device = self.parameters.tensors[0].device
         self.token = torch.zeros(1, dtype=torch.float32, device="cpu")
         self.used = torch.zeros(len(self.parameters), dtype=torch.uint8, device="cpu")
         by_name[self.key] = self
@@ -178,7 +171,7 @@ class Reducer(ReducerState):
     def attached(self, attached: Attached | None) -> None:
         before, self._attached = self._attached, attached
         if before is not None and before.keeps_ranks_apart:
-            self.use.all_are_own()
+            self.parameters.all_are_own()
         if attached is not None:
             self._connect_hook(attached)
         if self._is_under_way():  # that backward continues with its own hook's memory
@@ -267,7 +260,7 @@ class Reducer(ReducerState):
                 self._places[parameters.names[number]] = bucket, place
                 bucket_of[number] = bucket.index
         self._prepare_memory()
-        self.hooks.renew(self._ready_hook, bucket_of)
+        self.parameters.renew(self._ready_hook, bucket_of)
 
     def parameter_buckets(self) -> list[list[Tensor]]:
         """Each bucket's parameters."""
@@ -303,17 +296,16 @@ class Reducer(ReducerState):
         if self._is_under_way():
             self._closes = True
         elif not self.is_closed:
-            self.hooks.remove()
+            self.parameters.remove()
             self._reset()
             self._places.clear()
             self._buckets.clear()
-            self.parameters.tensors.clear()
             self._on_closed()
 
     @property
     def is_closed(self) -> bool:
         """Whether all hooks are removed from the parameters."""
-        return self.hooks.are_removed
+        return self.parameters.are_removed
 
     def _is_under_way(self) -> bool:
         """Whether a backward has begun, and no exception has ended it."""
@@ -560,7 +552,7 @@ class Reducer(ReducerState):
         """
         # Ranks that are apart have no means to agree, and a rank that has joined does not know
         # whether the others' backward is compiled.
-        is_fixed = attached.is_lossy or attached.keeps_ranks_apart or self._in_join()
+        is_fixed = attached.hook.is_lossy or attached.keeps_ranks_apart or self._in_join()
         if self._is_settled or self._compiled is not None or is_fixed:
             return
         if is_capturing(self.device):

@@ -263,11 +263,6 @@ class Attached:
             self.local_steps.let_go()
         self.memory.release_parameters()
 
-    @property
-    def scales_steps(self) -> bool:
-        """Whether :meth:`Hook.step_scale` must be called."""
-        return self.hook.scales_steps
-
     def step_scale(
         self, results: Sequence[Tensor], past: Mapping[int, bool] | None = None
     ) -> Tensor | None:
@@ -284,7 +279,7 @@ class Attached:
     @property
     def minds_scale(self) -> bool:
         """Whether the gradients' scale matters, to the hook's memory or to norms."""
-        return (self.keeps_error or self.scales_steps) and not self.keeps_ranks_apart
+        return (self.keeps_error or self.hook.scales_steps) and not self.keeps_ranks_apart
 
     @property
     def follows_scale(self) -> bool:
@@ -347,11 +342,6 @@ class Attached:
     def keeps_error(self) -> bool:
         """Whether the hook remembers errors of gradients."""
         return self.hook.keeps_error and not self.keeps_ranks_apart
-
-    @property
-    def is_lossy(self) -> bool:
-        """Whether messages are known to hold less than the gradients."""
-        return self.hook.is_lossy
 
     @property
     def cpp_hook(self) -> _C.CppHook | None:

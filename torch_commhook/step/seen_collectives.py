@@ -64,29 +64,44 @@ class _Baseline(NamedTuple):
     begun: int
 
 
-class SeenCollectives:
+class SeenCollectives(TorchDispatchMode):
     """Counts the collectives that a hook issues on this thread, in a ``with`` block.
 
     It sees the operators of PyTorch's own groups. It does not see collectives of a Future's
     callbacks, but notices them by the group's own count. The bytes are unknown then.
     """
 
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True: a hook's compiled functions stay compiled."""
+        return True
+
     def __init__(self) -> None:
-        self._mode = _Mode(self)
+        super().__init__()
         self._baselines: list[_Baseline] = []
         self._bytes = 0
         self._operations = 0
         self._is_known = True
 
     def __enter__(self) -> SeenCollectives:
-        # Entering the mode itself would set a flag for all threads.
-        _python_dispatch._push_mode(self._mode)
+        # The base class would set a flag for all threads.
+        _python_dispatch._push_mode(self)
         return self
 
     def __exit__(self, *error: object) -> None:
         _python_dispatch._pop_mode()
 
-    def note(self, operator: Any, arguments: Sequence[Any]) -> None:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = partial(func, *args, **(kwargs or {}))
+        if getattr(func, "namespace", "") not in ("c10d", "_c10d_functional"):
+            return call()
+        self._note(func, args)
+        sent = _tensors(list(args))
+        return issue_unseen(call, sent[0].device) if sent else call()
+
+    def _note(self, operator: Any, arguments: Sequence[Any]) -> None:
         """Count a collective that is about to be issued."""
         found = _described(operator, arguments)
         if found is None:
@@ -146,31 +161,6 @@ def _issued(group: Any) -> int:
     source: Any = wire_backend(group) or group
     count: int = source._get_sequence_number_for_group()
     return count
-
-
-class _Mode(TorchDispatchMode):
-    """Shows operators to a :class:`SeenCollectives`, and runs them unseen by the profiler."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """True: a hook's compiled functions stay compiled."""
-        return True
-
-    def __init__(self, seen: SeenCollectives) -> None:
-        super().__init__()
-        self._seen = weakref.ref(seen)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        seen = self._seen()
-        call = partial(func, *args, **(kwargs or {}))
-        if getattr(func, "namespace", "") not in ("c10d", "_c10d_functional"):
-            return call()
-        if seen is not None:
-            seen.note(func, args)
-        sent = _tensors(list(args))
-        return issue_unseen(call, sent[0].device) if sent else call()
 
 
 def _described(operator: Any, arguments: Sequence[Any]) -> tuple[Call, dist.ProcessGroup] | None:
