@@ -260,11 +260,7 @@ class _AttachingToModule(Attaching):
         return shared
 
     def _group(self) -> dist.ProcessGroup:
-        """The ranks that average.
-
-        Raises:
-            TypeError, ValueError, RuntimeError: no hook can use the group.
-        """
+        """The ranks that average."""
         if isinstance(self.model, DistributedDataParallel):
             group: dist.ProcessGroup = self.model.process_group
         else:

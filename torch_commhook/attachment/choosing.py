@@ -12,13 +12,7 @@ from torch_commhook.process_group.simulated.scheduler import current_rank
 
 
 class AutoSelector:
-    """Chooses a hook by measurements, after the first steps or before a compiler captures one.
-
-    Args:
-        hook: the ``auto`` hook.
-        memory: the model's memory.
-        road: the model's first road.
-    """
+    """Chooses a hook by measurements, after the first steps or before a compiler captures one."""
 
     def __init__(self, hook: auto, memory: HookMemory, road: Road) -> None:
         self._hook = hook

@@ -156,17 +156,12 @@ class DdpRoad(Road):
 
     A reducer accepts one communication hook in its life. This one stays registered. Without an
     attached hook it averages as DDP does.
-
-    Args:
-        model: the DDP model.
-        group: its ranks.
     """
 
     model: Callable[[], DistributedDataParallel | None]
 
     def __init__(self, model: DistributedDataParallel, group: StepGroup) -> None:
-        super().__init__(model)
-        self._group = group
+        super().__init__(model, group)
         named = trainable(model)
         self._device = named[0][1].device
         self._used: list[UsedTensors | None] = []  # for each bucket of this backward
@@ -219,10 +214,6 @@ class DdpRoad(Road):
     def _parameters(self) -> list[Tensor]:
         """The parameters that DDP averages, in its order; none once the model is freed."""
         return [parameter for _, parameter in self._watched.parameters]
-
-    @property
-    def group(self) -> StepGroup:
-        return self._group
 
     def check_fits(self, attached: Attached) -> None:
         """Accept any hook: DDP averages whole gradients."""
@@ -515,10 +506,6 @@ class DdpRoad(Road):
 
         DDP scales no results. It leaves gradients that no rank has used, or overwrites them if they
         are views of the buckets.
-
-        Args:
-            attached: the hook.
-            past: as in :meth:`Attached.step_scale`.
         """
         if self._unsent:
             self._keep_unsent()

@@ -33,7 +33,14 @@ from torch_commhook.wording import warn_user
 
 _log = logging.getLogger("torch_commhook.elastic")
 
-# ---- a hook on a model with ranks that come and go -----------------------------------------------
+
+def check_elastic_hook(attached: Attached) -> None:
+    """Refuse a hook that ``elastic`` does not support."""
+    if attached.hook.has_own_groups():
+        raise ValueError(
+            "attach: with elastic, the hook must communicate among all ranks, got "
+            f"'{attached.name}' with process groups of its own"
+        )
 
 
 class ElasticTraining:
@@ -91,11 +98,7 @@ class ElasticTraining:
         self.ranks.enter()
 
     def hook_replaced(self, settings: dict[str, object]) -> None:
-        """Note that all ranks use another hook from now on, which new ranks must attach.
-
-        Args:
-            settings: the hook's, from ``compared_settings()``.
-        """
+        """Note that all ranks use another hook from now on, which new ranks must attach."""
         self._state.printed_hook = str(settings["the hook"])
         self.ranks.change_settings(settings)
 
@@ -259,11 +262,7 @@ class ElasticTraining:
             _log.info("rank %d: before its step: %s", self.ranks.membership.own, error)
 
     def begin(self) -> None:
-        """Wait for the state on a new rank; on other ranks, send it to the new ones.
-
-        Raises:
-            RuntimeError: the other ranks attached another hook while this rank waited.
-        """
+        """Wait for the state on a new rank; on other ranks, send it to the new ones."""
         reducer = self._reducer()
         assert reducer is not None
         self.new_ranks.begin(reducer.memory_loaded, self.use_group)
@@ -302,7 +301,7 @@ class RepeatableStep(ABC):
         """Write the results: all ranks have them."""
 
     @abstractmethod
-    def drain(self, error: BaseException) -> None:
+    def drain(self, error: BaseException) -> object:
         """Wait for running collectives after an error."""
 
     @abstractmethod
@@ -377,14 +376,7 @@ class RepeatableStep(ABC):
             self.training.unpack_buffers(self._buffers)
 
     def count(self, *, lets_in: bool = True) -> None:
-        """Count the step, and admit ranks that want to join.
-
-        Args:
-            lets_in: whether new ranks may join now.
-
-        Raises:
-            BaseException: this rank does not continue.
-        """
+        """Count the step, and admit ranks that want to join."""
         has_changed = self.training.step_ended(self.note, lets_in=lets_in)
         if has_changed or self.note is None:
             self.training.use_group()
@@ -440,11 +432,7 @@ class ElasticStep(EagerStep, RepeatableStep):
         self.failure = error
 
     def finish(self) -> None:
-        """Finish the step; as :meth:`EagerStep.finish`.
-
-        Raises:
-            BaseException: as :meth:`RepeatableStep.take`.
-        """
+        """Finish the step; as :meth:`EagerStep.finish`."""
         if self.failure is not None:
             raise self.failure
         self.take()
@@ -491,12 +479,7 @@ class ElasticStep(EagerStep, RepeatableStep):
 
 
 class ElasticReducer(Reducer):
-    """Averages gradients over ranks that come and go.
-
-    Args:
-        training: the ranks.
-        named_parameters, group, settings: as for :class:`Reducer`.
-    """
+    """Averages gradients over ranks that come and go."""
 
     def __init__(
         self,
@@ -561,19 +544,3 @@ class ElasticReducer(Reducer):
         if isinstance(step, ElasticStep):
             self._training.ranks.trained += 1
             step.count()
-
-
-# ---- a check of the hook -------------------------------------------------------------------------
-
-
-def check_elastic_hook(attached: Attached) -> None:
-    """Refuse a hook that ``elastic`` does not support.
-
-    Raises:
-        ValueError: the hook has process groups of its own.
-    """
-    if attached.hook.has_own_groups():
-        raise ValueError(
-            "attach: with elastic, the hook must communicate among all ranks, got "
-            f"'{attached.name}' with process groups of its own"
-        )

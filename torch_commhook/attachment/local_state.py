@@ -162,11 +162,7 @@ class Round:
         return self.H if self.turn == 0 else self.steps - steps_ago
 
     def position(self, in_flight: int) -> dict[str, Any]:
-        """The position in the form of a state.
-
-        Args:
-            in_flight: the number of steps since a running exchange began; -1 if none is running.
-        """
+        """The position in the form of a state; ``in_flight`` is -1 if no exchange is running."""
         return {
             "steps_of_round": self.steps,
             "fragments": self.fragments,
@@ -260,11 +256,6 @@ def checked_means(
     state: Mapping[str, Any], own_key: str, memories: Sequence[BucketMemory]
 ) -> dict[str, Tensor]:
     """The mean distances of a fragment whose exchange was running.
-
-    Args:
-        state: the state to load.
-        own_key: its key for this rank's tensors.
-        memories: the hook's memory of the fragment's buckets.
 
     Raises:
         ValueError: the state has other means.

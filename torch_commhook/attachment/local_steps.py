@@ -92,11 +92,7 @@ class LocalSteps:
         return hook
 
     def close(self, what: str = "was removed") -> None:
-        """Stop counting.
-
-        Args:
-            what: as for :meth:`warn_if_apart`.
-        """
+        """Stop counting."""
         self._end.detach()
         try:
             self.warn_if_apart(what)
@@ -445,10 +441,6 @@ class LocalSteps:
             fragment: the fragment to exchange; None for all.
             at_the_end: whether ranks are to have the same parameters afterwards. The hook then
                 sends all that is unsent, and does nothing if the parameters are equal already.
-
-        Raises:
-            PeerError: it failed on another rank.
-            Exception: the hook raised it.
         """
         unsent = at_the_end and self.hook.error_reset
 
@@ -461,21 +453,38 @@ class LocalSteps:
                 exchange.move(unsent=unsent, mix=0.0 if at_the_end else self.hook.mix)
                 self._have_moved(exchange.traffic, together=at_the_end)
 
-        training = self._training
-        if training is None:
-            exchange = ParameterExchange(self._attached, self._replica.group)
-            if exchange.run(self._replica, self._pieces(fragment), is_wanted, unsent=unsent):
-                move(exchange)
+        training, replica = self._training, self._replica
+        if training is not None:
+            # In synchronize() no rank may join: it would call it too, after the others have ended.
+            RepeatableExchange(
+                self._attached,
+                training,
+                lambda: self._pieces(fragment),
+                is_wanted,
+                move,
+                unsent=unsent,
+            ).run(lets_in=not at_the_end)
             return
-        # In synchronize() no rank may join: it would call it too, after the others have finished.
-        RepeatableExchange(
-            self._attached,
-            training,
-            lambda: self._pieces(fragment),
-            is_wanted,
-            move,
-            unsent=unsent,
-        ).run(lets_in=not at_the_end)
+        exchange, memories = (
+            ParameterExchange(self._attached, replica.group),
+            self._pieces(fragment),
+        )
+        replica.begin()
+        try:
+            wanted = is_wanted()
+            if wanted:
+                exchange.send(memories, unsent=unsent)
+                exchange.receive()
+                replica.drop_copies()
+            replica.end()
+        except BaseException as error:
+            exchange.undo()
+            raised = replica.fail_with(error)
+            if raised is error:
+                raise
+            raise raised from error
+        if wanted:
+            move(exchange)
 
     def _have_moved(self, traffic: list[BucketTraffic], *, together: bool = False) -> None:
         """Note that an exchange has written the parameters.

@@ -41,8 +41,6 @@ from torch_commhook.metrics import BucketTraffic
 from torch_commhook.step.attached_hook import DRAIN_SECONDS, Attached, HookCall
 from torch_commhook.step.step_group import StepGroup
 
-# ---- exchanges of the ranks' distances from their anchors, at once or in the background ----------
-
 
 class ParameterExchange:
     """Averages the ranks' distances from the anchor, for some buckets.
@@ -73,53 +71,12 @@ class ParameterExchange:
         self._means: list[list[Tensor]] = []
         self.traffic: list[BucketTraffic] = []
 
-    def run(
-        self,
-        replica: Replica,
-        memories: Sequence[BucketMemory],
-        is_wanted: Callable[[], bool],
-        *,
-        unsent: bool,
-    ) -> bool:
-        """Average the distances at once, on all ranks or on none.
-
-        Args:
-            replica: the parameters' copy of the model.
-            memories, unsent: as for :meth:`send`.
-            is_wanted: returns whether there are distances to average. Called first, on all ranks.
-
-        Returns:
-            Whether any rank had distances to average.
-
-        Raises:
-            PeerError: it failed on another rank.
-            Exception: the hook raised it.
-        """
-        replica.begin()
-        try:
-            wanted = is_wanted()
-            if wanted:
-                self.send(memories, unsent=unsent)
-                self.receive()
-                replica.drop_copies()
-            replica.end()
-        except BaseException as error:
-            self.undo()
-            raised = replica.fail_with(error)
-            if raised is error:
-                raise
-            raise raised from error
-        return wanted
-
     def send(self, memories: Sequence[BucketMemory], *, unsent: bool = False) -> None:
         """Measure the distances, and start to average them.
 
         Args:
             memories: the hook's memory of the buckets.
             unsent: whether to send all that the hook has not sent, uncompressed.
-
-        Raises:
-            Exception: the hook raised it.
         """
         self._memories = list(memories)
         for memory in memories:
@@ -149,11 +106,7 @@ class ParameterExchange:
         return found
 
     def receive(self) -> None:
-        """Wait for the means.
-
-        Raises:
-            Exception: the exchange failed on this rank.
-        """
+        """Wait for the means."""
         results = [call.wait(self._group.timeout) for call in self._calls]
         scale = None
         if self._averages.scales_steps:
@@ -174,7 +127,7 @@ class ParameterExchange:
         for memory, means in zip(self._memories, self._means, strict=True):
             self._hook.move(memory, means, unsent=unsent, mix=mix)
 
-    def drain(self) -> bool:
+    def drain(self, error: object = None) -> bool:
         """Wait briefly for collectives that use the buffers. Returns whether all have ended."""
         deadline = time.monotonic() + DRAIN_SECONDS
         for call in self._calls:
@@ -413,11 +366,7 @@ class BackgroundExchange(ParameterExchange):
             raise failure
 
     def fail_if(self, failure: BaseException | None) -> None:
-        """Fail because another shard's exchange has failed. Does nothing if it has failed already.
-
-        Args:
-            failure: the result of :meth:`Replica.share_failure`.
-        """
+        """Fail because another shard's exchange has failed, if this one has not failed already."""
         if failure is not None and self.failure is None:
             self.undo()
             self.failure, self.means = failure, None
@@ -453,7 +402,7 @@ def _left_by(error: BaseException) -> RuntimeError:
 # ---- an exchange of local steps that the remaining ranks repeat when a rank is lost --------------
 
 
-class RepeatableExchange(RepeatableStep):
+class RepeatableExchange(ParameterExchange, RepeatableStep):
     """An exchange that moves no parameter until all ranks have all means.
 
     Args:
@@ -478,16 +427,14 @@ class RepeatableExchange(RepeatableStep):
         unsent: bool = False,
         undone: Callable[[], None] = lambda: None,
     ) -> None:
+        super().__init__(attached, training.group, keeps_all=True)
         self.training = training
-        self._group = training.group
-        self._attached = attached
-        self._memories = memories
+        self._find_memories = memories
         self._is_wanted = is_wanted
         self._move = move
         self._unsent = unsent
         self._undone = undone
         self._wanted = False
-        self._exchange = ParameterExchange(attached, training.group, keeps_all=True)
 
     def run(self, *, lets_in: bool) -> None:
         """Average the distances among the remaining ranks, move the parameters, and count it.
@@ -511,24 +458,21 @@ class RepeatableExchange(RepeatableStep):
         self._group.begin()
         self._wanted = self._is_wanted()
         if self._wanted:
-            self._exchange.send(self._memories(), unsent=self._unsent)
+            self.send(self._find_memories(), unsent=self._unsent)
         return torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def _receive(self) -> None:
         if self._wanted:
-            self._exchange.receive()
+            self.receive()
 
     def _write_results(self) -> None:
-        self._move(self._exchange if self._wanted else None)
-
-    def drain(self, error: BaseException) -> None:
-        self._exchange.drain()
+        self._move(self if self._wanted else None)
 
     def undo(self) -> None:
-        self._exchange.undo()
+        super().undo()
         self._undone()
 
     def repeat(self, group: StepGroup) -> None:
         self._group = group
-        self._exchange = ParameterExchange(self._attached, group, keeps_all=True)
+        self._calls, self._memories, self._kept, self._means = [], [], [], []
         self.take()

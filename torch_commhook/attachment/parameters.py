@@ -212,9 +212,6 @@ def check_not_in_ddp(parameters: Sequence[tuple[str, Tensor]], *, attached: bool
     Args:
         parameters: names and parameters.
         attached: whether they have a hook already.
-
-    Raises:
-        RuntimeError: a DDP averages one.
     """
     for name, parameter in parameters:
         hooks: Any = parameter._post_accumulate_grad_hooks or {}

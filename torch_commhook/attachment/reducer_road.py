@@ -71,9 +71,8 @@ class ReducerRoad(Road, Joinable, JoinHook):
         init_sync: bool,
         elastic: ElasticTraining | None = None,
     ) -> None:
-        super().__init__(model)
+        super().__init__(model, group)
         Joinable.__init__(self)
-        self._group = group
         self.elastic = elastic
         init_sync = init_sync and elastic is None  # new ranks get more than parameters
         # Rank 0's message, the Future of its arrival, and its destination.

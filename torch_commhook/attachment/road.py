@@ -89,19 +89,11 @@ class Replica:
         """Drop copies that were made of the parameters, which are about to be written."""
 
     def begin(self) -> None:
-        """Begin an exchange.
-
-        Raises:
-            RuntimeError, PeerError: as :meth:`StepGroup.begin`.
-        """
+        """Begin an exchange."""
         self.group.begin()
 
     def end(self) -> None:
-        """End an exchange that succeeded on this rank, together with all ranks.
-
-        Raises:
-            PeerError: it failed on another rank.
-        """
+        """End an exchange that succeeded on this rank, together with all ranks."""
         self.group.end()
 
     def fail_with(self, error: BaseException) -> BaseException:
@@ -150,9 +142,6 @@ class Road(ABC):
 
     Each kind of reducer has a road: DDP's, our own, and ``fully_shard``'s.
 
-    Args:
-        model: the model. The road keeps a weak reference.
-
     Attributes:
         model: returns the model, or None once it is freed.
         attached: the hook, or None.
@@ -164,15 +153,16 @@ class Road(ABC):
     successor: Road | None = None
     elastic: ElasticTraining | None = None
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, group: StepGroup) -> None:
         self.model: Callable[[], nn.Module | None] = weakref.ref(model)
+        self._group = group
         self._closed = False
         self._then: list[Callable[[], None]] = []
 
     @property
-    @abstractmethod
     def group(self) -> StepGroup:
         """The group through which the hook communicates."""
+        return self._group
 
     @property
     def parents(self) -> Sequence[dist.ProcessGroup]:
@@ -239,11 +229,7 @@ roads: weakref.WeakKeyDictionary[nn.Module, Road] = weakref.WeakKeyDictionary()
 
 
 def road_in_use(first: Road) -> Road:
-    """The road that a model's hook uses at the moment.
-
-    Args:
-        first: the model's first road; another may have replaced it.
-    """
+    """The road that a model's hook uses at the moment."""
     return first if first.successor is None else first.successor
 
 

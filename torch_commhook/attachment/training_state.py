@@ -202,9 +202,6 @@ class TrainingState:
         Args:
             state: the donor's state.
             memory_loaded: called with the names of each bucket's parameters, in the loaded memory.
-
-        Raises:
-            RuntimeError: the other ranks attached another hook while this rank waited.
         """
         if state["printed_hook"] != self.printed_hook:
             raise RuntimeError(
@@ -286,10 +283,6 @@ class NewRanks:
     The donor sends a small model's state at once, before the first step. It sends a large model's
     parameters in pieces, while all ranks train: see :mod:`torch_commhook.elastic.joining`.
 
-    Args:
-        ranks: the ranks of the training.
-        state: the state for new ranks.
-
     Attributes:
         sent_again: the number of parameters that this rank received twice, because their checksums
             differed.
@@ -337,9 +330,6 @@ class NewRanks:
 
     def have_all_pieces(self, ranks: Iterable[int]) -> bool:
         """Let ranks with all pieces contribute from the next step on.
-
-        Args:
-            ranks: the ranks.
 
         Returns:
             Whether some of them were joining until now.
@@ -404,11 +394,7 @@ class NewRanks:
             sender.begin_step()
 
     def take(self) -> None:
-        """Wait for the step's pieces.
-
-        Raises:
-            RuntimeError: a connection was closed.
-        """
+        """Wait for the step's pieces."""
         if self._new_rank is not None:
             self._new_rank.receive()
         ends, self._last_sends = self._last_sends, []
@@ -421,11 +407,7 @@ class NewRanks:
             self._new_rank.write()
 
     def _get_rest(self, new_rank: NewRank) -> None:
-        """Receive the last part of the state.
-
-        Raises:
-            RuntimeError: a connection was closed.
-        """
+        """Receive the last part of the state."""
         own = self._ranks.membership.own
         group, donor = self._ranks.group.group, self._own_donor()
         self.sent_again = new_rank.end(group, donor, self._state.load_rest)

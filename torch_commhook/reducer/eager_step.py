@@ -33,10 +33,6 @@ _LATE_SECONDS = 0.5
 class EagerStep:
     """One step: a backward whose gradients a hook averages.
 
-    Args:
-        attached: the hook.
-        reducer: the reducer.
-
     Attributes:
         attached: the hook, even if another one is attached meanwhile.
         agreement: the ranks' agreement on the step.
@@ -62,11 +58,7 @@ class EagerStep:
         self._averaged: list[Tensor] = []  # the results of a hook in Python, before post-hooks
 
     def begin(self, on_step: Callable[[bool], None]) -> None:
-        """Begin the step, once, on all ranks.
-
-        Args:
-            on_step: called before.
-        """
+        """Begin the step, once, on all ranks."""
         if not self.has_begun:
             self.has_begun = True
             on_step(True)
@@ -184,9 +176,6 @@ class EagerStep:
 
         Returns:
             The buckets with parameters without a gradient, and their results.
-
-        Raises:
-            TimeoutError, or the hook's error.
         """
         late = [bucket for bucket in self._buckets if bucket.pending]
         try:
@@ -330,11 +319,8 @@ class EagerStep:
 class EagerBackward:
     """A backward that the autograd engine runs, or a step in which this rank only takes part.
 
-    Args:
-        number: its number among the backward passes.
-
     Attributes:
-        number: as given.
+        number: its number among the backward passes.
         step: the step in which a hook averages the gradients. None: they stay this rank's own.
         task: the engine's number of the innermost backward.
     """

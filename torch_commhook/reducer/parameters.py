@@ -16,8 +16,6 @@ from torch_commhook.reducer.buckets import BucketState, destinations
 from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.step_group import StepGroup
 
-# ---- the parameters of a reducer: checks, writes, use, and their hooks ---------------------------
-
 
 class ReducerParameters:
     """The parameters whose gradients a reducer averages, by number.
@@ -108,11 +106,7 @@ class ReducerParameters:
                 )
 
     def check_layouts(self, numbers: Sequence[int], gradients: Sequence[Tensor]) -> None:
-        """Refuse gradients with an unexpected layout.
-
-        Raises:
-            TypeError: one is dense instead of sparse, or the reverse.
-        """
+        """Refuse gradients with an unexpected layout."""
         for number, gradient in zip(numbers, gradients, strict=True):
             expected = torch.sparse_coo if self.sparse[number] else torch.strided
             if gradient.layout is not expected:
@@ -136,11 +130,7 @@ class ReducerParameters:
     def locally_used(
         self, buckets: Sequence[BucketState], agreement: StepGroup | NoAgreement
     ) -> Tensor:
-        """Whether this rank has used each parameter: uint8, on the CPU.
-
-        Raises:
-            RuntimeError: it has not used all of them, and cannot tell the other ranks.
-        """
+        """Whether this rank has used each parameter: uint8, on the CPU."""
         used = torch.ones(len(self.names), dtype=torch.uint8, device="cpu")
         missing = missing_in(buckets)
         if missing:
@@ -232,9 +222,6 @@ def _nothing(parameter: Tensor) -> None:
     pass
 
 
-# ---- the parts of a reducer that its steps and compiled code use ---------------------------------
-
-
 class ReducerState:
     """The part of a reducer that its steps know, and compiled code by the reducer's key.
 
@@ -257,9 +244,6 @@ class ReducerState:
     token: Tensor
     used: Tensor
     _buckets: list[BucketState]
-
-
-# ---- an agreement of this rank alone -------------------------------------------------------------
 
 
 class NoAgreement:

@@ -222,12 +222,7 @@ class Attached:
         return self.memory.memory_of_bucket(parameters, index, self.hook.prepare)
 
     def use_group(self, group: StepGroup, device: torch.device) -> None:
-        """Set the group through which the hook communicates. All ranks call this.
-
-        Args:
-            group: the model's group.
-            device: the gradients' device.
-        """
+        """Set the group through which the hook communicates. All ranks call this."""
         group.hook_changes()
         self._step_group = weakref.ref(group)
         self.memory.replays.prepare(device)
@@ -317,19 +312,12 @@ class Attached:
         """Find out which hook it is to be, where that is due. All ranks come here in each step.
 
         After :meth:`look_at_scale`, before the first bucket is sent.
-
-        Raises:
-            RuntimeError: a collective has failed.
         """
         if self.choosing is not None and not self.memory.replays.is_capturing:
             self.choosing.before_step()
 
     def choose_before_capture(self) -> None:
-        """:meth:`choose` now, before a compiler takes in a backward. No step is open.
-
-        Raises:
-            RuntimeError: a collective has failed.
-        """
+        """:meth:`choose` now, before a compiler takes in a backward. No step is open."""
         if self.choosing is not None:
             self.choosing.before_capture()
 
@@ -351,11 +339,7 @@ class Attached:
 
     @property
     def own_group(self) -> dist.ProcessGroup | None:
-        """The C++ hook's own process group, if it has one.
-
-        Raises:
-            ValueError: this rank is not in it.
-        """
+        """The C++ hook's own process group, if it has one."""
         group = self.hook.process_group
         return None if group is None else self.memory.private_group(resolve_group(group))
 
@@ -398,10 +382,6 @@ class Attached:
 
     def start_on_shards(self, bucket: ShardedBucket, where: str) -> torch.futures.Future[Tensor]:
         """Start a hook of the library on sharded gradients: :meth:`Hook.average_shard`.
-
-        Args:
-            bucket: as there.
-            where: names hook and bucket in errors.
 
         Returns:
             A Future that completes once the shard is written.

@@ -41,11 +41,7 @@ class BucketHooks:
         self.post_accumulate_hooks: _Hooks = OrderedDict()
 
     def register(self, kind: str, hook: Callable[..., Any]) -> RemovableHandle:
-        """Add a hook of a kind.
-
-        Raises:
-            TypeError: it is not callable.
-        """
+        """Add a hook of a kind."""
         if not callable(hook):
             raise TypeError(f"a hook must be callable, got {_C.type_name(hook)}")
         hooks: _Hooks = getattr(self, kind)
@@ -184,14 +180,7 @@ def _check_value(value: object, was: Tensor, which: str) -> None:
 
 
 def check_not_in_backward(name: str) -> None:
-    """Refuse an optimizer's step inside backward.
-
-    Args:
-        name: the hook's name.
-
-    Raises:
-        RuntimeError: this is a step inside backward, and not in a post-accumulate hook.
-    """
+    """Refuse an optimizer's step inside backward."""
     if is_in_backward():
         raise RuntimeError(
             f"hook '{name}': an optimizer steps inside backward(), before the ranks' gradients are "

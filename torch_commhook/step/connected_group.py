@@ -272,8 +272,7 @@ def read_now(store: Any, key: str) -> str | None:
 
 def can_append(store: Any) -> bool:
     """Whether a store of ``torch.distributed`` supports ``append``. Its type does not show it."""
-    has: bool = store.has_extended_api()
-    return has
+    return bool(store.has_extended_api())
 
 
 def hashed(*what: object) -> str:
@@ -396,9 +395,6 @@ class ConnectedGroup:
 
         Args:
             store: a store for this attempt only.
-
-        Raises:
-            RuntimeError: a rank does not come within the time, or its process has ended.
         """
         own_store = dist.PrefixStore(self.place, store)
         where = endpoint(self._lost_after, self._rails)
@@ -487,11 +483,6 @@ def reason_of_loss(failure: Failure, error: BaseException, seen_by: int) -> Reas
     A rank that leaves says which reason it has, as it reports it in the store, which may have ended
     with the process of the rank at fault. Without a reason a process has ended, unless its host
     does not answer.
-
-    Args:
-        failure: of the group, by which a rank has gone.
-        error: the error on this rank.
-        seen_by: this rank.
     """
     if failure.why:
         rank = failure.rank if failure.rank >= 0 else None

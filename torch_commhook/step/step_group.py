@@ -227,10 +227,6 @@ class StepGroup:
         It has a channel of its own, which begins anew together with :attr:`group`. All ranks call
         this for the same groups in the same order.
 
-        Args:
-            group: a group of some of the ranks.
-            device: the tensors' device.
-
         Returns:
             The group itself if it cannot reconnect: one of another backend, or with ranks that do
             not take part here.
@@ -312,11 +308,7 @@ class StepGroup:
                 self._step_end = StepEnd(self.group)
 
     def connect(self) -> None:
-        """Reconnect if the last step failed. All ranks call this.
-
-        Raises:
-            RuntimeError, PeerError: as :meth:`begin`.
-        """
+        """Reconnect if the last step failed. All ranks call this."""
         if not self._broken:
             return
         self._step_end = self._comparison = None
@@ -377,9 +369,6 @@ class StepGroup:
 
     def end_agreed(self, agree: Callable[[], object]) -> None:
         """End a step that succeeded on this rank, by an agreement of the ranks.
-
-        Args:
-            agree: waits for the agreement.
 
         Raises:
             PeerError: another rank failed.
@@ -582,12 +571,7 @@ def _destroy_all(groups: Collection[ConnectedGroup]) -> None:
 
 
 def tell_unreachable(parent: dist.ProcessGroup, error: BaseException) -> None:
-    """Tell the other ranks that this one could not make a group with them.
-
-    Args:
-        parent: the parent of the group, which is its first one.
-        error: the reason.
-    """
+    """Tell the other ranks that this one could not make a group with them."""
     store = group_store(parent)
     assert store is not None
     name, timeout = _name_of(parent, 0), group_timeout(parent)
@@ -607,11 +591,7 @@ def _described(group: dist.ProcessGroup) -> str:
 
 
 def check_is_free(group: dist.ProcessGroup) -> None:
-    """Refuse a group on which collectives of a failed step may still be running.
-
-    Raises:
-        RuntimeError: a step on it failed.
-    """
+    """Refuse a group on which collectives of a failed step may still be running."""
     if state_of(group).is_lost:
         raise RuntimeError(
             f"torch_commhook: a step that communicated through process group "

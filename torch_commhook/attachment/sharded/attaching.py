@@ -40,11 +40,7 @@ class ShardedHooks(BucketHooks):
         self._on_shards = on_shards
 
     def register(self, kind: str, hook: Callable[..., Any]) -> RemovableHandle:
-        """Register a hook; as :meth:`BucketHooks.register`.
-
-        Raises:
-            RuntimeError: the model does not support it.
-        """
+        """Register a hook; as :meth:`BucketHooks.register`."""
         if kind == "post_accumulate_hooks":
             raise RuntimeError(
                 "HookHandle.register_post_accumulate_hook: fully_shard() writes the gradients of "
@@ -116,16 +112,7 @@ class AttachingToShards(Attaching):
         *,
         is_shard_hook: bool = False,
     ) -> Attached:
-        """A hook, checked.
-
-        Args:
-            on_shards: whether the hook takes part in reduce-scatters.
-            hook, state: the user's arguments.
-            is_shard_hook: whether it is the ``shard_hook``.
-
-        Raises:
-            TypeError, ValueError: it does not support the model.
-        """
+        """A hook, checked."""
         attached = self.checked(hook, state, UnshardedMemory() if on_shards else ReplicaMemory())
         attached.stats.of_shards = on_shards
         attached.bucket_hooks = ShardedHooks(on_shards=on_shards)
@@ -214,12 +201,7 @@ def _axes(model: nn.Module) -> list[dist.ProcessGroup]:
 
 
 def _check_units(model: nn.Module, units: list[Unit]) -> None:
-    """Refuse a model that cannot have a hook.
-
-    Raises:
-        ValueError: a parameter is on the meta device, or modules are sharded over different meshes.
-        RuntimeError: ``fully_shard``'s own communication was replaced.
-    """
+    """Refuse a model that cannot have a hook."""
     groups = [unit.group for unit in units]
     for unit, group in zip(units, groups, strict=True):
         for parameter, form in zip(fsdp.trainable(group), unit.parameters.values(), strict=True):
@@ -279,11 +261,7 @@ def _parameters(model: nn.Module, units: list[Unit]) -> list[tuple[str, Tensor]]
 
 
 def check_weights_codec(weights: object) -> None:
-    """Refuse a codec that cannot compress parameters.
-
-    Raises:
-        TypeError, ValueError: it is not a codec, or does not send all values.
-    """
+    """Refuse a codec that cannot compress parameters."""
     if not isinstance(weights, Codec):
         raise TypeError(
             f"attach: weights must be one of torch_commhook.codecs, got {_C.type_name(weights)}"

@@ -20,9 +20,6 @@ from torch_commhook.memory.sharded_memory import UnshardedMemory
 from torch_commhook.memory.sharded_states import ShardedParameter
 from torch_commhook.step.attached_hook import Attached
 
-# ---- all uses of undocumented parts of fully_shard -----------------------------------------------
-
-
 #: A group of parameters that ``fully_shard`` communicates together (its ``FSDPParamGroup``).
 ParamGroup = Any
 #: The reduction: one of the names, or a sum of multiplied terms.
@@ -130,10 +127,6 @@ def set_replica_group(group: ParamGroup, process_group: dist.ProcessGroup) -> No
 
 def sharded_parameters(model: nn.Module, group: ParamGroup) -> dict[int, ShardedParameter]:
     """Describe each parameter of a group that requires grad.
-
-    Args:
-        model: the model with the parameters' names.
-        group: a group of the model.
 
     Returns:
         The descriptions by the id of PyTorch's object of the parameter.
@@ -371,8 +364,7 @@ def root_module(root: Any) -> nn.Module:
 
 def is_in_backward(root: Any) -> bool:
     """Whether a backward has begun and PyTorch has not ended it."""
-    queued: bool = root._state_ctx.post_backward_final_callback_queued
-    return queued
+    return bool(root._state_ctx.post_backward_final_callback_queued)
 
 
 def is_unfinished(root: Any) -> bool:
@@ -484,9 +476,6 @@ def check_fits(attached: Attached, op: str = "attach", *, is_shard_hook: bool = 
         attached: the hook.
         op: the function's name in errors.
         is_shard_hook: whether it is a ``shard_hook``, beside a hook that averages across replicas.
-
-    Raises:
-        TypeError, ValueError: the hook does not support the model.
     """
     hook = attached.hook
     on_shards = isinstance(attached.memory, UnshardedMemory)
@@ -539,11 +528,7 @@ def _scales_steps(hook: Hook) -> bool:
 
 
 def check_backward() -> None:
-    """Refuse a backward in which ``fully_shard`` would reduce only some gradients.
-
-    Raises:
-        RuntimeError: compiled autograd runs the backward.
-    """
+    """Refuse a backward in which ``fully_shard`` would reduce only some gradients."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     if module is not None and module.in_compiled_autograd_region:
         raise RuntimeError(

@@ -98,7 +98,6 @@ class ShardedRoad(Road):
     """
 
     def __init__(self, model: nn.Module, units: list[Unit], weights: Codec | None) -> None:
-        super().__init__(model)
         self._all_units = units
         self._units = [unit for unit in units if unit.parameters]
         self._attached: Attached | None = None
@@ -119,6 +118,9 @@ class ShardedRoad(Road):
         # The ranks with other shards, and those with the same ones.
         self._shards = self._step.group_of(fsdp.scatter_group(first) or fsdp.shard_group(first))
         self._replicas = self._step.group_of(fsdp.replica_group(first))
+        group = self._replicas or self._shards
+        assert group is not None
+        super().__init__(model, group)
         self._weights = weights
         self._gather_group = fsdp.shard_group(first)
         self._roots = Roots(self._step, self._backward_ends)
@@ -236,12 +238,7 @@ class ShardedRoad(Road):
         return is_last and not self._has_hooks and fsdp.is_written_last(unit.group, op, dtype)
 
     def all_reduce(self, tensor: Tensor, options: dist.AllreduceOptions) -> None:
-        """Average a unit's shard across replicas.
-
-        Raises:
-            PeerError: it failed on another rank.
-            Exception: the hook raised it.
-        """
+        """Average a unit's shard across replicas."""
         unit, attached, step_group = self._reducing, self._attached, self._replicas
         assert step_group is not None
         self._step.before_reduction()
@@ -283,7 +280,7 @@ class ShardedRoad(Road):
         if apart and attached.bucket_hooks.is_empty:
             write(tensor, tensor, factor)
             return
-        parameters = unit.local_shards(attached.memory)
+        parameters = unit.shards_of(unit.reduced, attached.memory)
         bucket = BucketWithMemory(
             parameters,
             memory=None if apart else attached.memory_of(parameters, unit.number),
@@ -352,12 +349,7 @@ class ShardedRoad(Road):
         return future
 
     def wait_for_gather(self, future: torch.futures.Future[Tensor]) -> None:
-        """Wait for the Future of :meth:`all_gather`.
-
-        Raises:
-            PeerError: it failed on another rank.
-            Exception: it failed on this rank.
-        """
+        """Wait for the Future of :meth:`all_gather`."""
         step_group = self._step.group_of(self._gather_group)
         assert step_group is not None
         try:
@@ -483,13 +475,6 @@ class ShardedRoad(Road):
             else:
                 parameters = [shard for _, shard in unit.named_shards(attached.memory)]
             attached.memory_of(parameters, unit.number)
-
-    @property
-    def group(self) -> StepGroup:
-        """The group through which the hook communicates: across replicas, or among shards."""
-        group = self._replicas or self._shards
-        assert group is not None
-        return group
 
     def check_fits(self, attached: Attached) -> None:
         check_fits(attached, "HookHandle.replace")

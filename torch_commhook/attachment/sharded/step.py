@@ -31,13 +31,13 @@ from torch_commhook.step.step_group import RunningBackward, StepGroup
 # ---- collectives that fully_shard requests, and exchanges that run while the backward continues --
 
 
-def wait_for(future: torch.futures.Future[Tensor], group: StepGroup) -> None:
-    """Wait for a collective that ``fully_shard`` has requested.
-
-    Raises:
-        Exception: it failed, or did not end within the group's timeout.
-    """
-    _C.wait_for_result(future, "a collective of fully_shard", group.timeout.total_seconds())
+def wait_for(
+    future: torch.futures.Future[Any],
+    group: StepGroup,
+    where: str = "a collective of fully_shard",
+) -> None:
+    """Wait for a collective that ``fully_shard`` has requested."""
+    _C.wait_for_result(future, where, group.timeout.total_seconds())
     future.wait()
 
 
@@ -62,13 +62,8 @@ class Exchange:
     target: torch.Tensor
 
     def wait(self) -> None:
-        """Wait for it, and write its result.
-
-        Raises:
-            Exception: it failed.
-        """
-        _C.wait_for_result(self.future, self.where, self.group.timeout.total_seconds())
-        self.future.wait()
+        """Wait for it, and write its result."""
+        wait_for(self.future, self.group, self.where)
         self.finish()
 
 
@@ -149,11 +144,7 @@ class ShardedStep:
         return None if parent is None else self._groups.get(parent)
 
     def before_reduction(self) -> None:
-        """Note that a backward reduces gradients: its first reduction begins the step.
-
-        Raises:
-            RuntimeError, PeerError: as :meth:`StepGroup.begin`.
-        """
+        """Note that a backward reduces gradients: its first reduction begins the step."""
         backward = RunningBackward()
         if self.is_open and not backward.has_left(self._backward):
             return
@@ -204,22 +195,14 @@ class ShardedStep:
         return self.fail_with(error, at) if self._in_exchange else error
 
     def before_gather(self) -> None:
-        """Prepare a gather of parameters. After a failed step, wait for the other ranks.
-
-        Raises:
-            RuntimeError, PeerError: as :meth:`StepGroup.connect`.
-        """
+        """Prepare a gather of parameters. After a failed step, wait for the other ranks."""
         if self.is_open and not is_in_backward():
             self.fail(LEFT)
         for group in self._of_a_backward:
             group.connect()
 
     def end(self) -> None:
-        """End the step, if one is open, together with all ranks.
-
-        Raises:
-            PeerError: it failed on another rank.
-        """
+        """End the step, if one is open, together with all ranks."""
         if not self.is_open:  # it has failed
             return
         self.wait_for_exchanges()
@@ -228,11 +211,7 @@ class ShardedStep:
         self._on_end()
 
     def wait_or_add(self, exchange: Exchange, goes_on: bool) -> None:
-        """Let an exchange continue, or wait for it.
-
-        Raises:
-            Exception: it failed.
-        """
+        """Let an exchange continue, or wait for it."""
         if goes_on:
             self._under_way.append(exchange)
         else:
@@ -274,11 +253,7 @@ class ShardedStep:
                 raise
 
     def fail_with(self, error: BaseException, at: StepGroup) -> BaseException:
-        """Make all ranks leave this step because of an error.
-
-        Args:
-            error: the error.
-            at: the group in which it occurred.
+        """Make all ranks leave this step because of an error in the group ``at``.
 
         Returns:
             The error to raise; as :meth:`StepGroup.fail_with`.
@@ -312,14 +287,7 @@ class ShardedStep:
 
 
 class ShardedReplica(Replica):
-    """A rank's shards of a copy of a model. The hook's memory includes their padding.
-
-    Args:
-        step: the model's step.
-        group: the ranks with the same shards.
-        units: the groups of parameters that are trained.
-        device: the gradients' device.
-    """
+    """A rank's shards of a copy of a model. The hook's memory includes their padding."""
 
     is_sharded = True
 
@@ -447,11 +415,7 @@ class Roots:
             self._step.has_failed = False
 
     def check(self) -> None:
-        """Refuse backwards that do not reduce gradients.
-
-        Raises:
-            RuntimeError: ``set_manual_backward_finalization(True)`` was called.
-        """
+        """Refuse backwards that do not reduce gradients."""
         states = [reference() for reference in self._states]
         if any(state is not None and fsdp.is_finalized_by_hand(state) for state in states):
             raise RuntimeError(

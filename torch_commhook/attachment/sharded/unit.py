@@ -111,12 +111,7 @@ class _GatherWork(Work):
 
 
 class ReplicaGroup(WrapperProcessGroup):
-    """Replaces a mesh's group across replicas, on which ``fully_shard`` calls all-reduce.
-
-    Args:
-        parent: the mesh's group.
-        all_reduce: a method that averages gradients across replicas.
-    """
+    """Replaces a mesh's group across replicas, on which ``fully_shard`` calls all-reduce."""
 
     def __init__(
         self,
@@ -189,11 +184,7 @@ class Unit:
         return self.reference()
 
     def note_reduced(self) -> None:
-        """Note which parameters' gradients ``fully_shard`` is about to reduce.
-
-        Raises:
-            RuntimeError: one of them did not require grad before.
-        """
+        """Note which parameters' gradients ``fully_shard`` is about to reduce."""
         found = fsdp.with_gradient(self.group)
         if any(id(each) not in self.parameters for each in found):
             raise RuntimeError(
@@ -203,12 +194,7 @@ class Unit:
         self.reduced = [self.parameters[id(each)] for each in found]
 
     def scale(self, op: fsdp.ReduceOp, ranks: int) -> float:
-        """The factor by which ``fully_shard`` multiplies a sum over ``ranks`` ranks.
-
-        Args:
-            op: the operation that it requests.
-            ranks: the number of ranks in the group.
-        """
+        """The factor by which ``fully_shard`` multiplies a sum over ``ranks`` ranks."""
         if op == dist.ReduceOp.AVG:
             return 1.0 / ranks
         if op == dist.ReduceOp.SUM:
@@ -217,17 +203,15 @@ class Unit:
         assert factor is not None  # a premultiplied sum
         return 1.0 / factor
 
-    def local_shards(self, memory: HookMemory | None) -> list[Tensor]:
-        """This rank's shards of the parameters whose gradients are being reduced.
-
-        Args:
-            memory: is notified if a parameter has moved to other memory.
-        """
-        return self._shards_of(self.reduced, memory)
-
-    def _shards_of(
+    def shards_of(
         self, parameters: Iterable[ShardedParameter], memory: HookMemory | None
     ) -> list[Tensor]:
+        """This rank's shards of some parameters.
+
+        Args:
+            parameters: their descriptions.
+            memory: is notified if a parameter has moved to other memory.
+        """
         flat_of = {self.parameters[id(each)].name: fsdp.local_shard(each) for each in self._all}
         found = []
         for parameter in parameters:
@@ -245,13 +229,9 @@ class Unit:
         return [each for each in self.group.fsdp_params if id(each) in self.parameters]
 
     def named_shards(self, memory: HookMemory | None = None) -> list[tuple[str, Tensor]]:
-        """The names and this rank's shards of all parameters that require grad.
-
-        Args:
-            memory: as for :meth:`local_shards`.
-        """
+        """The names and this rank's shards of all parameters that require grad."""
         parameters = self.parameters.values()
-        shards = self._shards_of(parameters, memory)
+        shards = self.shards_of(parameters, memory)
         return [(each.name, shard) for each, shard in zip(parameters, shards, strict=True)]
 
     def references(self) -> list[Callable[[], Tensor | None]]:
@@ -269,11 +249,7 @@ class Unit:
         return isinstance(now.all_gather, AllGather), isinstance(now.reduce_scatter, ReduceScatter)
 
     def check_communication(self) -> None:
-        """Refuse a communication that has replaced the library's.
-
-        Raises:
-            RuntimeError: the user has replaced it.
-        """
+        """Refuse a communication that has replaced the library's."""
         if not all(self._is_ours()):
             raise RuntimeError(
                 "torch_commhook: set_custom_reduce_scatter() or set_custom_all_gather() has "
