@@ -12,11 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_commhook import _C
 from torch_commhook.attachment.ddp_road import DdpRoad
-from torch_commhook.attachment.handle import (
-    Attaching,
-    HookHandle,
-    outside_inference_mode,
-)
+from torch_commhook.attachment.handle import Attaching, HookHandle, outside_inference_mode
 from torch_commhook.attachment.parameters import (
     check_not_in_ddp,
     check_values,

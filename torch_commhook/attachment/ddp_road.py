@@ -30,12 +30,7 @@ from torch_commhook.memory.unsent import BucketResult, add_unsent_to_errors, mak
 from torch_commhook.metrics import BucketTraffic
 from torch_commhook.native.runtime import skip_dynamo
 from torch_commhook.step.attached_hook import DRAIN_SECONDS, Attached
-from torch_commhook.step.step_group import (
-    StepGroup,
-    by_name,
-    check_is_free,
-    parameters_changed,
-)
+from torch_commhook.step.step_group import StepGroup, by_name, check_is_free, parameters_changed
 
 # ---- a static graph of DDP whose first backward has not ended ------------------------------------
 #

@@ -11,11 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_commhook.attachment.parameters import (
-    buffers_of,
-    joined_bytes,
-    unpack,
-)
+from torch_commhook.attachment.parameters import buffers_of, joined_bytes, unpack
 from torch_commhook.attachment.training_state import NewRanks, TrainingState
 from torch_commhook.buckets.grad_bucket import scaled_result
 from torch_commhook.collectives.agreement import described

@@ -27,10 +27,7 @@ from torch_commhook.attachment.parameter_exchange import (
     RepeatableExchange,
 )
 from torch_commhook.attachment.road import Replica, Road, stop_watching_optimizers
-from torch_commhook.attachment.training_state import (
-    BeforeForward,
-    register_first,
-)
+from torch_commhook.attachment.training_state import BeforeForward, register_first
 from torch_commhook.hooks.local_sgd import local_sgd, precise
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.states import ANCHOR, LOCAL_STEPS, MEANS, PARAMETERS, load_error
@@ -54,12 +51,7 @@ class LocalSteps:
         is_open: whether a step has begun and not ended.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        attached: Attached,
-        road: Callable[[], Road],
-    ) -> None:
+    def __init__(self, model: nn.Module, attached: Attached, road: Callable[[], Road]) -> None:
         self._attached = attached
         self._road = road
         self._model = weakref.ref(model)
@@ -221,8 +213,11 @@ class LocalSteps:
     @torch.compiler.disable
     def _end_step(self) -> None:
         """End a step that optimizers have not ended, when another one begins."""
-        if self._in_step or not (self._stepped or self._gradients_are_gone()):
-            return  # a closure, or accumulated gradients
+        if self._in_step:  # a closure
+            return
+        gradients = [parameter.grad for parameter in self._living()]
+        if not (self._stepped or all(each is None or self._is_zeroed(each) for each in gradients)):
+            return  # accumulated gradients
         self._count()
         self._take_turn()
 
@@ -253,10 +248,6 @@ class LocalSteps:
 
     def _ids(self) -> frozenset[int]:
         return frozenset(map(id, self._living()))
-
-    def _gradients_are_gone(self) -> bool:
-        gradients = [parameter.grad for parameter in self._living()]
-        return all(each is None or self._is_zeroed(each) for each in gradients)
 
     def _is_zeroed(self, gradient: Tensor) -> bool:
         """Whether a user has zeroed a gradient. All ranks with shards of it return the same."""

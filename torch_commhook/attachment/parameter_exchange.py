@@ -25,11 +25,7 @@ from torch import Tensor
 from torch_commhook import _C
 from torch_commhook.attachment.elastic import ElasticTraining, RepeatableStep
 from torch_commhook.attachment.road import Replica
-from torch_commhook.buckets.grad_bucket import (
-    checked_result,
-    hook_on_bucket,
-    scaled_result,
-)
+from torch_commhook.buckets.grad_bucket import checked_result, hook_on_bucket, scaled_result
 from torch_commhook.collectives.futures import set_error, set_outcome
 from torch_commhook.collectives.issuing import issue_all_reduce
 from torch_commhook.hooks.base import Hook

@@ -32,13 +32,10 @@ def class_name(module: nn.Module) -> str:
 
     PyTorch's sharding derives a class of its own from the user's. This returns the user's.
     """
-    classes = [each for each in type(module).__mro__ if not _is_of_sharding(each)]
+    of_sharding = "torch.distributed."
+    classes = [each for each in type(module).__mro__ if not each.__module__.startswith(of_sharding)]
     found = type(module) if classes[0] is nn.Module else classes[0]
     return f"{found.__module__}.{found.__qualname__}"
-
-
-def _is_of_sharding(kind: type) -> bool:
-    return kind.__module__.startswith("torch.distributed.")
 
 
 def trainable(model: nn.Module) -> list[tuple[str, Tensor]]:

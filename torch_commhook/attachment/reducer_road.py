@@ -31,12 +31,7 @@ from torch_commhook.native.runtime import skip_dynamo
 from torch_commhook.process_group.wrapper import seen_by_cpp
 from torch_commhook.reducer.reducer import Reducer
 from torch_commhook.step.attached_hook import Attached
-from torch_commhook.step.step_group import (
-    StepGroup,
-    by_name,
-    check_is_free,
-    parameters_changed,
-)
+from torch_commhook.step.step_group import StepGroup, by_name, check_is_free, parameters_changed
 
 _BROADCAST_BYTES = 250 << 20  # in flight, as in DDP
 #: A model up to this size is broadcast from a copy, while the ranks go on attaching.
@@ -118,10 +113,7 @@ class ReducerRoad(Road, Joinable, JoinHook):
 
     @classmethod
     def of_ddp(
-        cls,
-        model: DistributedDataParallel,
-        parameters: list[tuple[str, Tensor]],
-        group: StepGroup,
+        cls, model: DistributedDataParallel, parameters: list[tuple[str, Tensor]], group: StepGroup
     ) -> ReducerRoad:
         """Make one with the settings of a DDP, and remove the DDP's own hooks."""
         return cls(

@@ -27,11 +27,7 @@ from torch_commhook.collectives.futures import (
     issuing_later,
     keeping,
 )
-from torch_commhook.collectives.gloo_groups import (
-    check_not_managed,
-    group_name,
-    resolve_group,
-)
+from torch_commhook.collectives.gloo_groups import check_not_managed, group_name, resolve_group
 from torch_commhook.collectives.symmetric import SHARING_DEVICES
 from torch_commhook.hooks.base import (
     FunctionHook,

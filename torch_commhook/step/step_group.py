@@ -183,8 +183,7 @@ class StepGroup:
         self._outside: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
         self._end = weakref.finalize(self, _destroy_all, self._own)
         if self.recovers:
-            description = _described(self.parent)
-            self.group = self._make(self.name, self.parent, description, greeting=greeting)
+            self.group = self._make(self.name, self.parent, greeting)
         by_name[self.name] = self
         state_of(self.parent).step_groups.add(self)
 
@@ -238,7 +237,7 @@ class StepGroup:
             return group
         found = self._private_groups.get(group)
         if found is None:
-            found = self._make(f"{self.name}/{group_name(group)}", group, _described(group))
+            found = self._make(f"{self.name}/{group_name(group)}", group)
             self._private_groups[group] = found
             self._connect_more(found)
         return found
@@ -536,14 +535,8 @@ class StepGroup:
         if self.recovers and not self._broken and exchanges(self.group):
             self._comparison = self._comparison or place_in(self.group, COMPARISON)
 
-    def _make(
-        self,
-        name: str,
-        like: dist.ProcessGroup,
-        description: str,
-        greeting: bytes = b"",
-    ) -> dist.ProcessGroup:
-        """Make a group over the ranks of ``like``.
+    def _make(self, name: str, like: dist.ProcessGroup, greeting: bytes = b"") -> dist.ProcessGroup:
+        """Make a group over the ranks of ``like``, through which a hook communicates instead.
 
         Raises:
             PeerError: a step is open, and has failed on another rank, which does not come.
@@ -557,7 +550,7 @@ class StepGroup:
             self._rendezvous.store,
             name,
             like,
-            description,
+            f"commhook: gradients over {group_description(like)}",
             connect_within=self._connect_within,
             greeting=greeting,
         )
@@ -583,11 +576,6 @@ def tell_unreachable(parent: dist.ProcessGroup, error: BaseException) -> None:
 def _name_of(parent: dist.ProcessGroup, number: int) -> str:
     """The name of one of the groups over the ranks of another."""
     return f"{group_name(parent)}/commhook{number}"
-
-
-def _described(group: dist.ProcessGroup) -> str:
-    """The description of the group through which a hook communicates instead of another."""
-    return f"commhook: gradients over {group_description(group)}"
 
 
 def check_is_free(group: dist.ProcessGroup) -> None:

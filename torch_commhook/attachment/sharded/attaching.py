@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -187,17 +188,21 @@ def _units(model: nn.Module) -> list[Unit]:
     Raises:
         ValueError: a group has parameters outside the model.
     """
-    groups = fsdp.param_groups(model)
-    trained = [group for group in groups if fsdp.trainable(group)]
-    units = [Unit.of(model, group, len(trained) - 1 - i) for i, group in enumerate(trained)]
-    frozen = [group for group in groups if not fsdp.trainable(group)]
-    return units + [Unit.of(model, group, -1) for group in frozen]
+    groups = _groups(model)
+    last = sum(map(bool, map(fsdp.trainable, groups))) - 1
+    return [
+        Unit(weakref.ref(group), max(last - i, -1), fsdp.sharded_parameters(model, group))
+        for i, group in enumerate(groups)
+    ]
+
+
+def _groups(model: nn.Module) -> list[fsdp.ParamGroup]:
+    return sorted(fsdp.param_groups(model), key=lambda each: not fsdp.trainable(each))
 
 
 def _axes(model: nn.Module) -> list[dist.ProcessGroup]:
     """Process groups that together reach all ranks of the mesh, even if modules differ."""
-    groups = sorted(fsdp.param_groups(model), key=lambda each: not fsdp.trainable(each))
-    return list(dict.fromkeys(each for group in groups for each in fsdp.mesh_groups(group)))
+    return list(dict.fromkeys(each for one in _groups(model) for each in fsdp.mesh_groups(one)))
 
 
 def _check_units(model: nn.Module, units: list[Unit]) -> None:

@@ -110,10 +110,7 @@ class ShardedRoad(Road):
         self._counted: list[Attached] = []  # in this step
         self._has_hooks = False  # in this step
         self._step = ShardedStep(
-            process_groups(units),
-            fsdp.replica_group(first),
-            self._step_begins,
-            self._step_done,
+            process_groups(units), fsdp.replica_group(first), self._step_begins, self._step_done
         )
         # The ranks with other shards, and those with the same ones.
         self._shards = self._step.group_of(fsdp.scatter_group(first) or fsdp.shard_group(first))
@@ -266,12 +263,7 @@ class ShardedRoad(Road):
             raise self._step.fail_with(error, step_group) from None
 
     def _run_on_replicas(
-        self,
-        attached: Attached,
-        unit: Unit,
-        tensor: Tensor,
-        op: Any,
-        step_group: StepGroup,
+        self, attached: Attached, unit: Unit, tensor: Tensor, op: Any, step_group: StepGroup
     ) -> None:
         factor = 1.0 if op == dist.ReduceOp.AVG else float(step_group.size)
         apart = attached.keeps_ranks_apart

@@ -32,9 +32,7 @@ from torch_commhook.step.step_group import RunningBackward, StepGroup
 
 
 def wait_for(
-    future: torch.futures.Future[Any],
-    group: StepGroup,
-    where: str = "a collective of fully_shard",
+    future: torch.futures.Future[Any], group: StepGroup, where: str = "a collective of fully_shard"
 ) -> None:
     """Wait for a collective that ``fully_shard`` has requested."""
     _C.wait_for_result(future, where, group.timeout.total_seconds())

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_commhook.attachment.sharded import fsdp
 from torch_commhook.collectives.futures import completed
@@ -114,9 +114,7 @@ class ReplicaGroup(WrapperProcessGroup):
     """Replaces a mesh's group across replicas, on which ``fully_shard`` calls all-reduce."""
 
     def __init__(
-        self,
-        parent: dist.ProcessGroup,
-        all_reduce: Callable[[Tensor, dist.AllreduceOptions], None],
+        self, parent: dist.ProcessGroup, all_reduce: Callable[[Tensor, dist.AllreduceOptions], None]
     ) -> None:
         super().__init__(parent)
         # torch.distributed keeps the group, which must not keep the model's memory.
@@ -172,11 +170,6 @@ class Unit:
     reduced: list[ShardedParameter] = field(default_factory=list)
     shards: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     own: fsdp.Communication | None = None
-
-    @classmethod
-    def of(cls, model: nn.Module, group: fsdp.ParamGroup, number: int) -> Unit:
-        """The unit of a group of parameters."""
-        return cls(weakref.ref(group), number, fsdp.sharded_parameters(model, group))
 
     @property
     def group(self) -> fsdp.ParamGroup:
