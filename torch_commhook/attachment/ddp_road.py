@@ -108,7 +108,6 @@ class KeptGradients:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the copies."""
         self._kept.clear()
 
     def __bool__(self) -> bool:
@@ -264,7 +263,6 @@ class DdpRoad(Road):
             self._prepare_memory(self.parameter_buckets())
 
     def memory_loaded(self, buckets: list[list[str]]) -> None:
-        """Note the buckets of a memory that was loaded."""
         self._loaded = buckets
         self._forget_memory()
         model = self.model()

@@ -99,19 +99,16 @@ class ElasticTraining:
         self.ranks.change_settings(settings)
 
     def use(self, reducer: ElasticReducer) -> None:
-        """Set the reducer whose steps these ranks take."""
         self._reducer = weakref.ref(reducer)
 
     @property
     def _attached(self) -> Attached:
-        """The attached hook now."""
         reducer = self._reducer()
         attached = None if reducer is None else reducer.attached
         return self._first_attached if attached is None else attached
 
     @property
     def group(self) -> StepGroup:
-        """The members' group now."""
         return self.ranks.group
 
     @property
@@ -163,7 +160,6 @@ class ElasticTraining:
         return joined_bytes(buffers) if buffers else None
 
     def unpack_buffers(self, sent: Tensor) -> None:
-        """Write the leader's buffers."""
         model = self._model()
         if model is not None:
             unpack(sent, buffers_of(model).values())

@@ -134,7 +134,6 @@ class Round:
 
     @property
     def is_due(self) -> bool:
-        """Whether the next exchange is due."""
         return self.steps >= (self.turn + 1) * self.H // self.fragments
 
     def next_turn(self) -> None:

@@ -78,7 +78,6 @@ class LocalSteps:
 
     @property
     def hook(self) -> local_sgd:
-        """The hook."""
         hook = self._attached.hook
         assert isinstance(hook, local_sgd)
         return hook

@@ -139,7 +139,6 @@ class ReducerRoad(Road, Joinable, JoinHook):
             self._close()
 
     def memory_loaded(self, buckets: list[list[str]]) -> None:
-        """Use the buckets of a memory that was loaded."""
         self.reducer.memory_loaded(buckets)
 
     @property

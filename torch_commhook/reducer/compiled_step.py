@@ -249,13 +249,8 @@ class CompiledStep(EagerStep):
         used.fill_(1)
         missing = missing_in(self._buckets)
         if missing:
-            leave_out(
-                used,
-                self._parameters.touched,
-                missing,
-                needs_all(self.agreement),
-                self._reducer.key,
-            )
+            needs = needs_all(self.agreement)
+            leave_out(used, self._parameters.touched, missing, needs, self._reducer.key)
         if self.agreement.size > 1:
             commit_step(used, results, self._group.name)
         if attached.hook.scales_steps:
@@ -285,7 +280,6 @@ class CompiledStep(EagerStep):
         )
 
     def _scaled(self, results: list[Tensor], used: Tensor) -> list[Tensor]:
-        """The results times the hook's factor."""
         scale = self._step_scale(list(zip(self._buckets, results, strict=True)), used)
         if scale is None:
             return results
@@ -296,7 +290,6 @@ class CompiledStep(EagerStep):
             ]
 
     def _count_traced(self, results: list[Tensor]) -> None:
-        """Count the buckets' traffic."""
         attached = self.attached
         buckets = [call.traffic for call in self._calls]
         if attached.memory.is_empty and not attached.follows_scale:

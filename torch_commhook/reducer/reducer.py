@@ -164,7 +164,6 @@ class Reducer(ReducerState):
 
     @property
     def attached(self) -> Attached | None:
-        """The hook."""
         return self._attached
 
     @attached.setter
@@ -180,7 +179,6 @@ class Reducer(ReducerState):
             self._prepare_memory()
 
     def _connect_hook(self, attached: Attached) -> None:
-        """Set the group through which a hook communicates."""
         attached.use_group(self.group, self.device)
 
     # ---- buckets ---------------------------------------------------------------------------------
@@ -263,7 +261,6 @@ class Reducer(ReducerState):
         self.parameters.renew(self._ready_hook, bucket_of)
 
     def parameter_buckets(self) -> list[list[Tensor]]:
-        """Each bucket's parameters."""
         return [list(bucket.parameters) for bucket in self._buckets]
 
     def buckets(self) -> list[list[str]]:
@@ -457,7 +454,6 @@ class Reducer(ReducerState):
             self._abort(step, error)
 
     def _end_of_compiled(self, step: CompiledStep | None) -> None:
-        """Handle the last gradient of a compiled backward."""
         if step is None or not _is_compiling():
             self._finish(step)
         elif step.attached.traceable:

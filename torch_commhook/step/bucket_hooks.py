@@ -51,7 +51,6 @@ class BucketHooks:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no hooks."""
         return not (
             self.buffer_prehooks or self.prehooks or self.posthooks or self.post_accumulate_hooks
         )

@@ -189,7 +189,6 @@ class Communication(NamedTuple):
 
 
 def communication(group: ParamGroup) -> Communication:
-    """The objects through which a group communicates."""
     return Communication(group._all_gather_comm, group._reduce_scatter_comm)
 
 

@@ -502,7 +502,6 @@ class ShardedRoad(Road):
         return ShardedReplica(self._step, self.group, self._units, self.device)
 
     def memory_loaded(self, buckets: list[list[str]]) -> None:
-        """Form the buckets of a memory that was loaded."""
         for attached in self._all_attached():
             self._prepare(attached)
 

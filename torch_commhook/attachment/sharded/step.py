@@ -125,12 +125,10 @@ class ShardedStep:
 
     @property
     def parents(self) -> list[dist.ProcessGroup]:
-        """The process groups for which these were made."""
         return list(self._groups)
 
     @property
     def groups(self) -> list[StepGroup]:
-        """The groups of all parents."""
         return list(self._groups.values())
 
     @property
@@ -216,7 +214,6 @@ class ShardedStep:
             exchange.wait()
 
     def is_under_way(self, unit: int) -> bool:
-        """Whether an exchange of a unit is running."""
         return any(exchange.unit == unit for exchange in self._under_way)
 
     def wait_for_exchanges(self) -> None:
@@ -276,7 +273,6 @@ class ShardedStep:
         return self._taking_part if self.is_open or self._in_exchange else self._of_a_backward
 
     def close(self) -> None:
-        """Close the groups."""
         for group in self.groups:
             group.close()
 

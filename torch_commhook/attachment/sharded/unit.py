@@ -32,7 +32,6 @@ class _Communication:
     """Allocates from PyTorch's allocator, as ``fully_shard`` does by default."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a collective."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -173,7 +172,6 @@ class Unit:
 
     @property
     def group(self) -> fsdp.ParamGroup:
-        """PyTorch's object of the parameters."""
         return self.reference()
 
     def note_reduced(self) -> None:
