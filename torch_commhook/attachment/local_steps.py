@@ -455,10 +455,8 @@ class LocalSteps:
                 unsent=unsent,
             ).run(lets_in=not at_the_end)
             return
-        exchange, memories = (
-            ParameterExchange(self._attached, replica.group),
-            self._pieces(fragment),
-        )
+        exchange = ParameterExchange(self._attached, replica.group)
+        memories = self._pieces(fragment)
         replica.begin()
         try:
             wanted = is_wanted()

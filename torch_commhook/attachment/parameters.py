@@ -295,10 +295,10 @@ def _taken(
     owner: nn.Module,
     name_of_hook: Callable[[nn.Module], str | None],
 ) -> tuple[str, str] | None:
-    both = (DistributedDataParallel,) if isinstance(owner, DistributedDataParallel) else ()
+    may_share = (DistributedDataParallel,) if isinstance(owner, DistributedDataParallel) else ()
     for name, parameter in parameters:
         for model in _others(parameter, owner):
-            hook_name = None if isinstance(model, both) else name_of_hook(model)
+            hook_name = None if isinstance(model, may_share) else name_of_hook(model)
             if hook_name is not None:
                 return name, hook_name
     return None
