@@ -500,15 +500,8 @@ class BucketWithMemory(GradBucket):
     @classmethod
     def over(cls, bucket: GradBucket, memory: BucketMemory) -> Self:
         """Make a bucket over another one, with its own memory: the same buffer, nothing copied."""
-        return cls(
-            bucket.parameters(),
-            buffer=bucket.buffer(),
-            index=bucket.index(),
-            bucket_count=bucket.bucket_count(),
-            sparse_grad_indices=bucket.sparse_grad_indices(),
-            process_group=bucket.process_group(),
-            memory=memory,
-        )
+        settings = bucket._settings()
+        return cls(bucket.parameters(), buffer=bucket.buffer(), memory=memory, **settings)
 
     def _class_of_copies(self) -> type[GradBucket]:
         return GradBucket
