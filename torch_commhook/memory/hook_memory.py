@@ -263,8 +263,8 @@ class HookMemory(ModelMemory):
         factor = scale / self.scale
         self.store.rescale_errors(factor)
         for memory in self._memories_and_parts():
-            for shard in memory.shard_tensors():
-                multiply_error(shard, factor)
+            for name in memory.shards:
+                multiply_error(memory.tensors[name], factor)
         self._set_scale(scale)
 
     def _set_scale(self, scale: float) -> None:
@@ -301,9 +301,13 @@ class HookMemory(ModelMemory):
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as tensors and plain values, by parameter name."""
-        own: dict[str, dict[str, Tensor]] = {}
-        for kind, name, piece in self.store.named_pieces():
-            own.setdefault(kind, {})[name] = piece.detach().clone()
+        own, shared = (
+            {
+                kind: {name: tensor.detach().clone() for name, tensor in tensors.items()}
+                for kind, tensors in self.store.by_name(table).items()
+            }
+            for table in (self.store.pieces, self.store.shared)
+        )
         name_of = {id(parameter): name for name, parameter in self.store.named_parameters()}
         for memory in self._memories_and_parts():
             memory.add_shards_to(own, name_of)
@@ -311,17 +315,13 @@ class HookMemory(ModelMemory):
             if kind == ERROR or kind in FOLDED_INTO:
                 for tensor in tensors.values():
                     multiply_error(tensor, 1.0 / self.scale)
-        shared = {
-            kind: {name: tensor.detach().clone() for name, tensor in tensors.items()}
-            for kind, tensors in self.store.named_shared().items()
-        }
         rank, ranks = self.state_rank
         return {
             "version": VERSION,
             "steps": self.steps,
             "world_size": ranks,
             "buckets": [memory.names for memory in self.bucket_memories()],
-            "choices": self.store.named_choices(),
+            "choices": self.store.by_name(self.store.choices),
             "shared": shared,
             f"rank{rank}": own,
         }
@@ -341,8 +341,10 @@ class HookMemory(ModelMemory):
     def _remembered(self) -> Remembered:
         return Remembered(
             own=self.store.kinds_of_pieces(),
-            shards={kind for memory in self._memories_and_parts() for kind in memory.shard_kinds()},
-            shared=self.store.named_shared(),
+            shards={
+                kind for memory in self._memories_and_parts() for kind, _ in memory.shards.values()
+            },
+            shared=self.store.by_name(self.store.shared),
             choices=self.store.allowed_choices,
         )
 
@@ -366,7 +368,7 @@ class HookMemory(ModelMemory):
             for name, number in numbers.items() if isinstance(numbers, dict) else ():
                 is_known = type(name) is str and name in by_name and type(number) is int
                 if is_known and number in self.store.allowed_choices[kind]:
-                    other.store.set_choice(by_name[name], kind, number)
+                    other.store.choices.setdefault(by_name[name], {})[kind] = number
         for memory in self.bucket_memories():
             other.memory_of_bucket(memory.parameters, memory.index, self._prepare)
         return other
@@ -384,13 +386,7 @@ class HookMemory(ModelMemory):
 
     def _memories_and_parts(self) -> list[BucketMemory]:
         """The memories of all buckets, and of their parts."""
-        found: list[BucketMemory] = []
-        waiting = list(self._buckets.values())
-        while waiting:
-            memory = waiting.pop()
-            found.append(memory)
-            waiting.extend(memory.parts.values())
-        return found
+        return [each for memory in self._buckets.values() for each in memory.with_parts()]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HookMemory:
         return HookMemory()  # a copied hook has no memory: its parameters differ

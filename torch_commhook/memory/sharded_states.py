@@ -17,6 +17,7 @@ from torch_commhook.memory.states import (
     LOCAL_STEPS,
     MOMENTUM,
     Refuse,
+    check_by_kind,
     entry_name,
     is_number,
     shown,
@@ -246,15 +247,10 @@ def _of_parameters(alike: Any, refuse: Refuse) -> dict[str, dict[str, Tensor]]:
 
     Others, such as factors of matrices, belong to one shard or a whole parameter, and restart.
     """
-    if not isinstance(alike, dict):
-        raise refuse(f"the common part of a shard's replicas must be a dict, got {shown(alike)}")
-    found = {kind: alike[kind] for kind in (ANCHOR, MOMENTUM) if kind in alike}
-    for kind, tensors in found.items():
-        if not isinstance(tensors, dict):
-            raise refuse(f"its {shown(kind)} must be a dict by parameter, got {shown(tensors)}")
-        for name, tensor in tensors.items():
-            if not isinstance(tensor, Tensor):
-                raise refuse(f"{entry_name(kind, name)} must be a tensor, got {shown(tensor)}")
+    if isinstance(alike, dict):
+        alike = {kind: alike[kind] for kind in (ANCHOR, MOMENTUM) if kind in alike}
+    check_by_kind(alike, "the common part of a shard's replicas", Tensor, refuse)
+    found: dict[str, dict[str, Tensor]] = alike
     return found
 
 
