@@ -38,6 +38,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torch_commhook.collectives.futures import is_capturing
 from torch_commhook.collectives.plain import all_reduce
 from torch_commhook.memory.bucket_memory import BucketMemory, ModelMemory
+from torch_commhook.memory.sharded_states import part_key
 from torch_commhook.memory.states import (
     ERROR,
     FOLDED_INTO,
@@ -59,6 +60,7 @@ class HookMemory(ModelMemory):
     """A hook's memory of all buckets of a model.
 
     Attributes:
+        part: this rank's position in tensor parallelism, and the number of positions.
         any_rank_loads: whether any rank, of any number of ranks, can load a state.
         is_empty: whether the hook remembers nothing that changes from step to step.
         group: the group for communication outside a bucket's collectives.
@@ -76,6 +78,7 @@ class HookMemory(ModelMemory):
     def __init__(self) -> None:
         super().__init__()
         self._averaged = 1
+        self.part = 0, 1
         self.any_rank_loads = False
         self.is_empty = True
         self.has_begun = False
@@ -168,10 +171,7 @@ class HookMemory(ModelMemory):
     ) -> BucketMemory:
         """The memory of a bucket; a new one if the bucket has other parameters than before.
 
-        Args:
-            parameters: the bucket's parameters.
-            index: the bucket's number.
-            prepare: called with a new memory.
+        Calls ``prepare`` with a new memory.
 
         Raises:
             RuntimeError: there is none, and a CUDA graph captures the current stream.
@@ -235,11 +235,7 @@ class HookMemory(ModelMemory):
     # ---- the gradients' scale --------------------------------------------------------------------
 
     def make_loss_scale(self, device: torch.device) -> None:
-        """Create the tensor of the scale, before a compiler needs it.
-
-        Args:
-            device: the gradients' device.
-        """
+        """Create the tensor of the scale on the gradients' device, before a compiler needs it."""
         with torch.inference_mode(False):
             self.loss_scale = torch.full((), self.scale, dtype=torch.float32, device=device)
 
@@ -295,9 +291,14 @@ class HookMemory(ModelMemory):
         return (0, 1) if self.any_rank_loads else (self.rank, self.world_size)
 
     @property
-    def own_key(self) -> str:
-        """The key of this process's own part of a state."""
+    def rank_key(self) -> str:
+        """The key of this process's own tensors in a state of one part of a model."""
         return f"rank{self.state_rank[0]}"
+
+    @property
+    def own_key(self) -> str:
+        """The key of this process's own tensors in a state."""
+        return part_key(self.rank_key, self.part)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as tensors and plain values, by parameter name."""
@@ -315,15 +316,14 @@ class HookMemory(ModelMemory):
             if kind == ERROR or kind in FOLDED_INTO:
                 for tensor in tensors.values():
                     multiply_error(tensor, 1.0 / self.scale)
-        rank, ranks = self.state_rank
         return {
             "version": VERSION,
             "steps": self.steps,
-            "world_size": ranks,
+            "world_size": self.state_rank[1],
             "buckets": [memory.names for memory in self.bucket_memories()],
             "choices": self.store.by_name(self.store.choices),
             "shared": shared,
-            f"rank{rank}": own,
+            self.rank_key: own,
         }
 
     def check_state(self, state: Any) -> dict[str, Any]:
@@ -349,12 +349,9 @@ class HookMemory(ModelMemory):
         )
 
     def _with_choices_of(self, state: Any) -> HookMemory:
-        """The memory that the hook has where numbers are settled as in a state: another one, empty.
+        """An empty memory of the hook with the choices of an unchecked state.
 
-        This one itself, where it remembers the same whatever is settled.
-
-        Args:
-            state: such as nobody has looked at yet.
+        This memory itself if no choice decides what the hook remembers.
         """
         deciding, choices = self.store.deciding_choices, None
         if deciding and isinstance(state, dict):
@@ -381,8 +378,7 @@ class HookMemory(ModelMemory):
         self._set_scale(1.0)  # a state belongs to unscaled gradients
         for step in self.past:
             self.past[step] = state["steps"] >= step
-        own = state[f"rank{self.state_rank[0]}"]
-        self.store.load_state(own, state["shared"], state["choices"])
+        self.store.load_state(state[self.rank_key], state["shared"], state["choices"])
 
     def _memories_and_parts(self) -> list[BucketMemory]:
         """The memories of all buckets, and of their parts."""
@@ -399,11 +395,7 @@ class HookMemory(ModelMemory):
 
 
 class KeptMemory:
-    """Copies of a hook's memory.
-
-    Args:
-        memory: the hook's memory to copy.
-    """
+    """Copies of a hook's memory."""
 
     def __init__(self, memory: HookMemory) -> None:
         with torch.inference_mode(False), torch.no_grad():
