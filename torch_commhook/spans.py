@@ -52,20 +52,16 @@ class BucketSpans:
             yield
 
     def begin(self, stage: str, *, is_async: bool = False) -> _C.Span:
-        """Begin a span, inside :meth:`active`.
+        """Begin the span of a stage of ``STAGES``, inside :meth:`active`.
 
-        Args:
-            stage: ``"encode"``, ``"wire"`` or ``"decode"``.
-            is_async: whether another thread may end it.
+        If ``is_async``, another thread may end it.
         """
         return _C.Span(self._profiler, f"commhook::{stage} ({self._label})", is_async)
 
     def note_sent(self, result: object) -> None:
         """Record the wire span of a hook that does not use the library's collectives.
 
-        Args:
-            result: the hook's result: a Future; any other value means that the hook has waited
-                itself.
+        If its result is no Future, the hook has waited itself.
         """
         if self.has_wire or not isinstance(result, torch._C.Future) or result.done():
             return
@@ -81,12 +77,8 @@ def current_spans() -> BucketSpans | None:
 def spans_of(label: Callable[[], str]) -> BucketSpans | None:
     """Return spans for a call of a hook that this thread is about to make.
 
-    Args:
-        label: names bucket and hook; only called while a profiler runs.
-
-    Returns:
-        None if no profiler runs, while a compiler traces, and inside the call of another hook,
-        whose spans continue.
+    None if no profiler runs, while a compiler traces, and inside the call of another hook, whose
+    spans continue. Calls ``label`` only while a profiler runs.
     """
     if _is_traced():
         return None

@@ -99,19 +99,13 @@ class BucketLayout:
         """
         check_tensor("BucketLayout", "buffer", buffer)
         check_buffer("BucketLayout", buffer, self.numel)
+        places = zip(self.offsets, self.lengths, strict=True)
+        pieces = [buffer.narrow(0, offset, length) for offset, length in places]
         if torch.compiler.is_compiling():  # compilers support no writes to as_strided views
-            return [
-                _in_shape(buffer.narrow(0, offset, length), size, order)
-                for offset, length, size, order in zip(
-                    self.offsets, self.lengths, self.sizes, self._orders, strict=True
-                )
-            ]
-        return [
-            buffer.narrow(0, offset, length).as_strided(size, stride)
-            for offset, length, size, stride in zip(
-                self.offsets, self.lengths, self.sizes, self.strides, strict=True
-            )
-        ]
+            forms = zip(pieces, self.sizes, self._orders, strict=True)
+            return [_in_shape(piece, size, order) for piece, size, order in forms]
+        strided = zip(pieces, self.sizes, self.strides, strict=True)
+        return [piece.as_strided(size, stride) for piece, size, stride in strided]
 
     def in_memory_order(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the gradients permuted so that their row-major order is the buffer's.

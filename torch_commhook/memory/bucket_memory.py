@@ -55,9 +55,6 @@ class Scratch:
 
 
 # ---- a hook's memory of one bucket between steps -------------------------------------------------
-#
-# It consists of tensors for each bucket. The store of parameters knows each parameter's piece of
-# them; a new bucket begins with the pieces of its parameters.
 
 
 class ModelMemory:
@@ -383,11 +380,7 @@ class BucketMemory:
             yield from part.with_parts()
 
     def changing_tensors(self, *, but: Collection[str] = ()) -> list[Tensor]:
-        """The tensors that a step changes, without those of its parts.
-
-        Args:
-            but: names of lists to leave out.
-        """
+        """The tensors that a step changes, without those of its parts, and without some lists."""
         found = list(self.tensors.values())
         for name, tensors in self.lists.items():
             if name not in but:
@@ -413,11 +406,7 @@ class BucketMemory:
                 rounding[:, 1] += 1
 
     def shard_pieces(self, name: str) -> list[tuple[Tensor, int, int, int]]:
-        """The parameters that a shard covers, and which part of each.
-
-        Returns:
-            Parameter, first element of it, first element of the shard, and number of elements.
-        """
+        """Each parameter of a shard, its first element there, the shard's, and their number."""
         _, (begin, end) = self.shards[name]
         found = []
         offsets, lengths = self.layout.offsets, self.layout.lengths

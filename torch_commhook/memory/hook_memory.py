@@ -2,8 +2,9 @@
 
 A hook requests its memory in ``Hook.prepare``, outside compilers, when buckets are formed. In
 ``average`` it finds the memory by name. Tensors in a dict are graph inputs, and numbers in a dict
-are guards. Memory is flat for each bucket, and each parameter has a view of it. When a bucket is
-formed anew, it copies its parameters' views. When a shard moves to another rank, its old owner adds
+are guards. Memory is flat for each bucket, and each parameter has a view of it. Buckets are rebuilt
+after a model's first step, and may differ when training resumes from a checkpoint: a bucket that is
+formed anew copies its parameters' views. When a shard moves to another rank, its old owner adds
 the shard's error, times the world size, to its own error memory. The library counts a step when all
 ranks have agreed on it. Compiled backward passes count in an operator, with their bytes.
 
@@ -50,10 +51,6 @@ from torch_commhook.memory.states import (
 from torch_commhook.memory.watches import ScaleJumpDetector, Scaler
 
 # ---- a hook's memory between steps, by parameter, independent of buckets -------------------------
-#
-# Hooks work on buckets. These are rebuilt after a model's first step, and may differ when training
-# resumes from a checkpoint. So memory consists of tensors for each bucket, with known pieces for
-# parameters; a new bucket begins with the pieces of its parameters.
 
 
 class HookMemory(ModelMemory):
@@ -108,7 +105,7 @@ class HookMemory(ModelMemory):
         named = self.store.named_parameters()
         other.set_parameters(named, rank=self.rank, world_size=self.world_size)
         other.scaler = self.scaler
-        other.any_rank_loads = self.any_rank_loads
+        other.any_rank_loads, other.part = self.any_rank_loads, self.part
         return other
 
     def names_of(self, parameters: Sequence[Tensor]) -> list[str] | None:
@@ -273,12 +270,8 @@ class HookMemory(ModelMemory):
     @property
     def error_bytes(self) -> int:
         """The number of bytes of errors in the present buckets."""
-        return sum(
-            tensor.numel() * tensor.element_size()
-            for memory in self._memories_and_parts()
-            for name, tensor in memory.tensors.items()
-            if name == ERROR
-        )
+        found = [memory.tensors.get(ERROR) for memory in self._memories_and_parts()]
+        return sum(error.nbytes for error in found if error is not None)
 
     @property
     def remembers_nothing(self) -> bool:

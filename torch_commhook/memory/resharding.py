@@ -136,9 +136,7 @@ def reshard_states(
     """
     check_type("reshard_states: world_size", world_size, "an int", int)
     if not 1 <= world_size <= _MOST_RANKS:
-        raise ValueError(
-            f"reshard_states: world_size must be from 1 to {_MOST_RANKS}, got {world_size}"
-        )
+        raise _error(f"world_size must be from 1 to {_MOST_RANKS}, got {world_size}")
     if isinstance(states, dict) and is_number(
         states.get("world_size"), len(_keys_of_ranks(states))
     ):
@@ -147,19 +145,20 @@ def reshard_states(
         got = type(states).__qualname__
         raise TypeError(f"reshard_states: states must be a list of states, got {got}")
     if not states:
-        raise ValueError("reshard_states: states must hold at least one, got none")
+        raise _error("states must hold at least one, got none")
     check_type("reshard_states: shards", shards, "an int or None", int, NoneType)
     if shards is not None and not 1 <= shards <= world_size:
-        raise ValueError(
-            f"reshard_states: shards must be from 1 to {world_size}, the ranks, got {shards}"
-        )
+        raise _error(f"shards must be from 1 to {world_size}, the ranks, got {shards}")
     if isinstance(states[0], dict) and PARTS in states[0]:
-        raise ValueError(
-            "reshard_states: states of models with tensor parallelism fit only the number of ranks "
+        raise _error(
+            "states of models with tensor parallelism fit only the number of ranks "
             "that has saved them"
         )
     if isinstance(states[0], dict) and SHARD_HOOK in states[0]:
-        beside = [_of_shard_hook(state, rank) for rank, state in enumerate(states)]
+        for rank, state in enumerate(states):
+            if not isinstance(state, dict) or SHARD_HOOK not in state:
+                raise _error(f"states[{rank}] must have {SHARD_HOOK!r}, as states[0] has")
+        beside = [state[SHARD_HOOK] for state in states]
         rest = [{k: v for k, v in state.items() if k != SHARD_HOOK} for state in states]
         both = zip(
             reshard_states(rest, world_size, shards=shards),
@@ -173,15 +172,15 @@ def reshard_states(
     for rank, state in enumerate(states):
         own.append(_own_tensors(state, rank))
         if own[rank].keys() != own[0].keys():
-            raise ValueError(
-                f"reshard_states: states[{rank}] must be of the same hook as states[0], which has "
+            raise _error(
+                f"states[{rank}] must be of the same hook as states[0], which has "
                 f"{sorted(own[0])}, got {sorted(own[rank])}"
             )
         if not is_number(state["world_size"], len(states)) or not is_number(
             state["steps"], states[0]["steps"]
         ):
-            raise ValueError(
-                f"reshard_states: states[{rank}] must be of {len(states)} ranks after "
+            raise _error(
+                f"states[{rank}] must be of {len(states)} ranks after "
                 f"{shown(states[0]['steps'])} steps, got one of {shown(state['world_size'])} "
                 f"ranks after {shown(state['steps'])}"
             )
@@ -198,12 +197,6 @@ def reshard_states(
 
 def _keys_of_ranks(state: dict[str, Any]) -> set[str]:
     return {key for key in state if type(key) is str and re.fullmatch(r"rank\d+", key)}
-
-
-def _of_shard_hook(state: Any, rank: int) -> Any:
-    if not isinstance(state, dict) or SHARD_HOOK not in state:
-        raise _error(f"states[{rank}] must have {SHARD_HOOK!r}, as states[0] has")
-    return state[SHARD_HOOK]
 
 
 def _reshard_shards(
@@ -318,8 +311,9 @@ def _add_up_for_ranks(own: Sequence[dict[str, dict[str, Tensor]]], world_size: i
                 if piece is None:
                     like = own[rank][into][name] if into else tensor
                     piece = target[name] = torch.zeros_like(like)
-                flat = piece if piece.shape == tensor.shape else _flat_view(piece)
-                flat += factor * tensor
+                if piece.shape != tensor.shape:  # flat, in the order of the piece's memory
+                    piece = piece.as_strided((piece.numel(),), (1,), piece.storage_offset())
+                piece += factor * tensor
     return found
 
 
@@ -332,8 +326,3 @@ def _add_mean(
     # From the first on, so that the mean of what is alike is that.
     for name, first in firsts.items():
         total[name] = total.get(name, first) + (tensors[name] - first) / count
-
-
-def _flat_view(tensor: Tensor) -> Tensor:
-    """A dense tensor as a flat view, in the order of its memory."""
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

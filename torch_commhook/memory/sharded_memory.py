@@ -221,8 +221,8 @@ class ReplicaMemory(HookMemory):
     def new_for_same_model(self) -> HookMemory:
         other = super().new_for_same_model()
         assert isinstance(other, ReplicaMemory)
-        other.shard, other.part = self.shard, self.part
-        other.parameters, other.of_shard_hook = self.parameters, self.of_shard_hook
+        other.shard, other.parameters = self.shard, self.parameters
+        other.of_shard_hook = self.of_shard_hook
         return other
 
     def state_dict(self) -> dict[str, Any]:

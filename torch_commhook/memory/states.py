@@ -252,12 +252,9 @@ def _is_known(key: object, world_size: int) -> bool:
 def _entries(
     kinds: dict[Any, Any], wanted: Collection[Any], by_name: dict[str, Tensor]
 ) -> Iterator[tuple[str, str, Any, Tensor]]:
-    """The entries of a part of a state: kind, name, value, and the parameter.
+    """The entries of an unchecked part of a state: kind, name, value, and the parameter.
 
-    Args:
-        kinds: unchecked values by kind and name.
-        wanted: the kinds to return.
-        by_name: the model's parameters.
+    Other kinds than ``wanted`` are left out.
     """
     for kind, values in kinds.items():
         if kind not in wanted:
@@ -333,12 +330,12 @@ def checked_position(state: dict[Any, Any], which: str, refuse: Refuse) -> dict[
         ValueError: it has no such position.
     """
     position = state[LOCAL_STEPS]
-    done = position.get("done") if isinstance(position, dict) else None
-    is_open = position.get("is_open") if isinstance(position, dict) else None
+    found = position if isinstance(position, dict) else {}
+    done, is_open = found.get("done"), found.get("is_open")
     if not _is_count(done) or type(is_open) is not bool:
-        got = shown(position)
-        if isinstance(position, dict):
-            got = f"done {shown(done)} and is_open {shown(is_open)}"
+        got = f"done {shown(done)} and is_open {shown(is_open)}"
+        if found is not position:
+            got = shown(position)
         raise refuse(
             f"{which}{LOCAL_STEPS} must be a number of steps, done, and a bool, is_open, got {got}"
         )
@@ -479,8 +476,6 @@ class ParameterStore:
         """Add a shard's errors of a parameter to the parameter's error memory, if there is one.
 
         Args:
-            parameter: the parameter.
-            kind: the shard's kind.
             lost: the errors, flat, in a bucket's order.
             factor: the factor of ``lost``.
             begin: the parameter's element at which ``lost`` begins.

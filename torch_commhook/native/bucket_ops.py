@@ -85,10 +85,8 @@ def check_used(op: str, used: Tensor, numbers: Sequence[int], name: str) -> list
     """The values of ``used``, a number for each parameter.
 
     Args:
-        op: the operator's name in errors.
         used: for each parameter, whether any rank has used it.
-        numbers: the numbers of parameters that are looked up.
-        name: the name of ``numbers`` in errors.
+        numbers: the numbers of parameters that are looked up; ``name`` is their name in errors.
 
     Raises:
         TypeError, ValueError: it has no value for one of the numbers.
