@@ -123,11 +123,7 @@ class HookMemory(ModelMemory):
 
     def replace_parameter(self, before: Tensor, now: Tensor) -> None:
         """Replace a parameter by another tensor of the same shape. Its buckets are rebuilt."""
-        for first, memory in list(self._buckets.items()):
-            if any(parameter is before for parameter in memory.parameters):
-                self._buckets_change([memory])
-                memory.return_shards()
-                del self._buckets[first]
+        self._replace_buckets_of([before])
         self.store.replace_parameter(before, now)
 
     def change_ranks(self, rank: int, world_size: int, *, averaged: int) -> None:
@@ -141,10 +137,7 @@ class HookMemory(ModelMemory):
             averaged: the number of ranks with gradients of their own. The mean is over these; the
                 others' unsent errors count too.
         """
-        self._buckets_change(list(self._buckets.values()))
-        for memory in self._buckets.values():
-            memory.return_shards()
-        self._buckets = WeakIdKeyDictionary()
+        self._return_memory(list(self._buckets.items()))
         # The mean is over other ranks: as in reshard_states.
         self.store.rescale_errors(averaged / self._averaged)
         self.rank, self.world_size, self._averaged = rank, world_size, averaged
@@ -156,10 +149,25 @@ class HookMemory(ModelMemory):
             found += memory.changing_tensors()
         return found
 
-    def _buckets_change(self, replaced: Sequence[BucketMemory]) -> None:
-        self.replays.memory_replaced(replaced)
+    def _replace_buckets_of(self, parameters: Sequence[Tensor]) -> None:
+        """Return the memory of all buckets that have some of these parameters."""
+        wanted = {id(parameter) for parameter in parameters}
+        replaced = [
+            (first, memory)
+            for first, memory in self._buckets.items()
+            if any(id(parameter) in wanted for parameter in memory.parameters)
+        ]
+        if replaced:
+            self._return_memory(replaced)
+
+    def _return_memory(self, replaced: Sequence[tuple[Tensor, BucketMemory]]) -> None:
+        """Return the memory of buckets, by their first parameters, to all their parameters."""
+        self.replays.memory_replaced([memory for _, memory in replaced])
         if self.before_change is not None:
             self.before_change()
+        for first, memory in replaced:
+            memory.return_shards()
+            del self._buckets[first]
 
     # ---- buckets ---------------------------------------------------------------------------------
 
@@ -185,17 +193,7 @@ class HookMemory(ModelMemory):
             )
         self._prepare = prepare
         with torch.inference_mode(False), torch.no_grad():
-            wanted = {id(parameter) for parameter in parameters}
-            replaced = [
-                (first, old)
-                for first, old in self._buckets.items()
-                if any(id(parameter) in wanted for parameter in old.parameters)
-            ]
-            if replaced:
-                self._buckets_change([old for _, old in replaced])
-            for first, old in replaced:
-                old.return_shards()
-                del self._buckets[first]
+            self._replace_buckets_of(parameters)
             self.replays.prepare(parameters[0].device)
             memory = self._new_bucket_memory(parameters, index)
             prepare(memory)

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torch_commhook import _C
 from torch_commhook.buckets.layout import BucketLayout
 from torch_commhook.codecs.base import write_saturated
+from torch_commhook.native.bucket_ops import span_of
 
 # ---- checks of untrusted values in a state. They raise only their own errors ---------------------
 
@@ -84,8 +85,9 @@ def check_tensor(
         raise refuse(f"{what} must be of shape {list(shape)}, got {list(value.shape)}")
     dtype = dtype or (torch.float32 if value.dtype.itemsize == 1 else value.dtype)
     try:
-        has_memory = _bytes_needed(value) <= value.untyped_storage().nbytes()
-        numbers = _numbers(value, dtype) if has_memory else value
+        last = value.storage_offset() + span_of(value) if value.numel() else 0
+        has_memory = last * value.element_size() <= value.untyped_storage().nbytes()
+        numbers = value.detach().to(dtype).resolve_conj().resolve_neg() if has_memory else value
         fits = not has_memory or not is_finite or bool(numbers.isfinite().all())
     except Exception as error:  # tensors of odd dtypes and classes may raise anything
         got = f"{_C.type_name(value)} of {value.dtype}"
@@ -95,19 +97,6 @@ def check_tensor(
     if not fits:
         raise refuse(f"{what} must hold finite numbers only")
     return numbers
-
-
-def _numbers(value: Tensor, dtype: torch.dtype) -> Tensor:
-    return value.detach().to(dtype).resolve_conj().resolve_neg()
-
-
-def _bytes_needed(tensor: Tensor) -> int:
-    """The smallest storage that contains all elements of a strided tensor, in bytes."""
-    if tensor.numel() == 0:
-        return 0
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    last = int(tensor.storage_offset()) + sum((size - 1) * stride for size, stride in sizes)
-    return (last + 1) * tensor.element_size()
 
 
 # ---- the form of HookHandle.state_dict(), and the checks of a state before it is loaded ----------
