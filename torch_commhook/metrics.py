@@ -79,15 +79,6 @@ class CallMeter:
         self._calls = 0
 
     @property
-    def relative_error(self) -> float | None:
-        """The length of the last measured error, relative to that of the exact values."""
-        squares = self.squares
-        if squares is None:
-            return None
-        lost, values = squares
-        return math.sqrt(lost / values) if values else 0.0
-
-    @property
     def squares(self) -> tuple[float, float] | None:
         """The squared lengths of the last measured error of this rank's message, and of the exact
         values. Waits for the device."""
@@ -163,10 +154,8 @@ class BucketStats:
 
     def measured(self, meters: Sequence[CallMeter]) -> None:
         """Copy the measurements of the bucket's messages."""
-        seconds = {stage: sum(m.seconds[stage] for m in meters) for stage in STAGES}
-        self.encode_seconds = seconds["encode"]
-        self.wire_seconds = seconds["wire"]
-        self.decode_seconds = seconds["decode"]
+        for stage in STAGES:
+            setattr(self, f"{stage}_seconds", sum(m.seconds[stage] for m in meters))
         squares = [found for found in (m.squares for m in meters) if found is not None]
         if squares:
             lost, values = (sum(both) for both in zip(*squares, strict=True))
@@ -359,15 +348,10 @@ def count_bucket(
     steps: int = 1,
     of_gradients: bool = True,
 ) -> None:
-    """Add one bucket's traffic to the statistics.
+    """Add one bucket's traffic in each of some steps to the statistics.
 
     Args:
-        stats: the statistics.
-        index: the bucket's number.
-        bucket_count: the number of buckets.
-        traffic: the bucket's traffic in one step.
         first: whether a step begins with this bucket.
-        steps: the number of steps.
         of_gradients: whether the bucket's values are gradients of these steps.
     """
     numel, dtype, sent, received = traffic
@@ -506,6 +490,7 @@ def from_text(text: str) -> tuple[BucketTraffic, ...]:
     return tuple(found)
 
 
+@dataclass(slots=True, eq=False)
 class WireMeter:
     """Counts the bytes of one call of a hook, while :func:`counting` installs it on this thread.
 
@@ -513,20 +498,11 @@ class WireMeter:
     counter.
     """
 
-    __slots__ = (
-        "bytes_received",
-        "bytes_recorded",
-        "bytes_sent",
-        "collectives",
-        "operations_recorded",
-    )
-
-    def __init__(self) -> None:
-        self.bytes_sent = 0
-        self.bytes_received = 0
-        self.collectives = 0
-        self.bytes_recorded = 0
-        self.operations_recorded = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    collectives: int = 0
+    bytes_recorded: int = 0
+    operations_recorded: int = 0
 
     def add(self, bytes_sent: int, bytes_received: int) -> None:
         """Add the bytes that one collective sends from this rank, and brings to it."""
@@ -547,6 +523,7 @@ def counting(meter: WireMeter) -> setting[WireMeter]:
     return setting(_meter, meter)
 
 
+@dataclass(slots=True, eq=False)
 class TracedMeter(WireMeter):
     """Records collectives while a compiler traces; thread-local state does not work there.
 
@@ -554,11 +531,7 @@ class TracedMeter(WireMeter):
     nothing outside a hook.
     """
 
-    __slots__ = ("active",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.active = False
+    active: bool = False
 
     def reset(self) -> None:
         """Stop recording, and forget the records."""

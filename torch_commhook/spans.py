@@ -7,7 +7,6 @@ and none in compiled code.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,7 +16,7 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from torch_commhook import _C
-from torch_commhook.metrics import CallMeter
+from torch_commhook.metrics import CallMeter, ThreadValue, setting
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -26,13 +25,8 @@ _NOTHING = nullcontext()
 _is_traced = torch.compiler.is_dynamo_compiling
 
 
-class _Current(threading.local):
-    """The spans and profiler for which this thread works."""
-
-    spans: BucketSpans | None = None
-
-
-_current = _Current()
+#: The spans for which this thread works.
+_current: ThreadValue[BucketSpans] = ThreadValue()
 
 
 class BucketSpans:
@@ -54,29 +48,20 @@ class BucketSpans:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Use these spans on this thread, with the profiler of the hook's thread."""
-        before = _current.spans
-        _current.spans = self
-        try:
-            with self._profiler.use():
-                yield
-        finally:
-            _current.spans = before
+        with setting(_current, self), self._profiler.use():
+            yield
 
     def begin(self, stage: str, *, is_async: bool = False) -> _C.Span:
-        """Begin a span, inside :meth:`active`.
+        """Begin the span of a stage of ``STAGES``, inside :meth:`active`.
 
-        Args:
-            stage: ``"encode"``, ``"wire"`` or ``"decode"``.
-            is_async: whether another thread may end it.
+        If ``is_async``, another thread may end it.
         """
         return _C.Span(self._profiler, f"commhook::{stage} ({self._label})", is_async)
 
     def note_sent(self, result: object) -> None:
         """Record the wire span of a hook that does not use the library's collectives.
 
-        Args:
-            result: the hook's result: a Future; any other value means that the hook has waited
-                itself.
+        If its result is no Future, the hook has waited itself.
         """
         if self.has_wire or not isinstance(result, torch._C.Future) or result.done():
             return
@@ -86,23 +71,19 @@ class BucketSpans:
 
 def current_spans() -> BucketSpans | None:
     """The spans of the hook that this thread works for; None if no profiler runs."""
-    return None if _is_traced() else _current.spans
+    return None if _is_traced() else _current.value
 
 
 def spans_of(label: Callable[[], str]) -> BucketSpans | None:
     """Return spans for a call of a hook that this thread is about to make.
 
-    Args:
-        label: names bucket and hook; only called while a profiler runs.
-
-    Returns:
-        None if no profiler runs, while a compiler traces, and inside the call of another hook,
-        whose spans continue.
+    None if no profiler runs, while a compiler traces, and inside the call of another hook, whose
+    spans continue. Calls ``label`` only while a profiler runs.
     """
     if _is_traced():
         return None
     profiler = _C.ThreadProfiler.current()
-    if profiler is None or _current.spans is not None:
+    if profiler is None or _current.value is not None:
         return None
     return BucketSpans(label(), profiler)
 

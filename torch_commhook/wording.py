@@ -68,10 +68,6 @@ def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn with the location of the innermost frame outside the package.
 
     Python 3.12 has ``skip_file_prefixes`` for this.
-
-    Args:
-        message: the text.
-        category: the warning's class.
     """
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and _is_inside(frame.f_code.co_filename):

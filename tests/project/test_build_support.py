@@ -156,7 +156,7 @@ def test_every_source_is_compiled_once_the_largest_kernels_first() -> None:
 def test_both_libraries_were_built_for_this_torch() -> None:
     assert torch.ops.commhook.built_for_torch() == torch.__version__
     assert torch_commhook._C.built_for_torch() == torch.__version__  # type: ignore[attr-defined]
-    (library,) = libraries._LIBRARY_FOLDER.glob("_ops*.so")
+    (library,) = libraries.LIBRARY_FOLDER.glob("_ops*.so")
     assert stamp.read_built_for(library) == torch.__version__
 
 
@@ -172,7 +172,7 @@ def test_another_torch_is_named() -> None:
 def test_a_missing_library_says_what_to_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(libraries, "_LIBRARY_FOLDER", tmp_path)
+    monkeypatch.setattr(libraries, "LIBRARY_FOLDER", tmp_path)
     with pytest.raises(NativeLibraryError, match=r"is not in .*python setup.py develop"):
         libraries.load_ops()
 
@@ -188,7 +188,7 @@ def test_a_library_that_does_not_fit(
     contents: bytes, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "_ops.so").write_bytes(contents)
-    monkeypatch.setattr(libraries, "_LIBRARY_FOLDER", tmp_path)
+    monkeypatch.setattr(libraries, "LIBRARY_FOLDER", tmp_path)
     with pytest.raises(NativeLibraryError, match=re.compile(message, re.DOTALL)):
         libraries.load_ops()
 

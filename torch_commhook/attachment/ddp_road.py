@@ -389,7 +389,7 @@ class DdpRoad(Road):
             return "none", self._plain.average(bucket), bucket.buffer().dtype, None
         bucket._process_group = self._group.group_for(bucket.device())
         memory = bucket.memory
-        if memory is None or not memory.belongs_to(attached.memory):
+        if memory is None or memory.owner is not attached.memory:
             bucket.memory = attached.memory_of(bucket.parameters(), index)
         count = bucket.bucket_count()
         where = hook_on_bucket(attached.name, index, count)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -138,12 +138,6 @@ class FiniteCheck:
         return [self._own, *self._watched.values()]
 
     def _watch(self, name: Hashable, tensor: Tensor) -> RemovableHandle:
-        hook = self._hook_of(name)
-        if is_fully_sharded(tensor):
-            return register_post_accumulate_grad_hook(tensor, lambda leaf: hook(leaf.grad))
-        return register_hook(tensor, hook)
-
-    def _hook_of(self, name: Hashable) -> Callable[[Tensor | None], None]:
         count = self._watched.get(name)
         if count is None:
             count = self._watched[name] = _new_count(self._own.device)
@@ -152,7 +146,11 @@ class FiniteCheck:
             if grad is not None:
                 check_finite([local_part(grad)], count)
 
-        return check_finite_hook
+        if is_fully_sharded(tensor):
+            return register_post_accumulate_grad_hook(
+                tensor, lambda leaf: check_finite_hook(leaf.grad)
+            )
+        return register_hook(tensor, check_finite_hook)
 
 
 _NAMED_AT_MOST = 10

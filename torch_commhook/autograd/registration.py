@@ -159,9 +159,7 @@ def traced(fn: Callable[..., Any], kind: str) -> Callable[..., Any]:
 
     def tensor_hook(grad: Tensor) -> Tensor:
         result = fn(grad)
-        if result is None or result is grad:
-            return grad
-        return _checked(result, grad, name)
+        return grad if result is None else _checked(result, grad, name)
 
     def tuple_hook(
         values: Sequence[Tensor | None], *others: Sequence[Tensor | None]
@@ -179,10 +177,7 @@ def traced(fn: Callable[..., Any], kind: str) -> Callable[..., Any]:
             )
         new = []
         for i, (value, was) in enumerate(zip(result, given, strict=True)):
-            if value is None or value is was:
-                new.append(value)
-            else:
-                new.append(_checked(value, was, f"{name}, value {i} of {len(given)}"))
+            new.append(_checked(value, was, f"{name}, value {i} of {len(given)}"))
         return tuple(new)
 
     def post_accumulate_hook(parameter: Tensor) -> None:
@@ -234,7 +229,9 @@ class TracedHook:
             self._handle.remove()
 
 
-def _checked(value: Any, was: Tensor | None, name: str) -> Tensor:
+def _checked(value: Any, was: Tensor | None, name: str) -> Any:
+    if value is None or value is was:
+        return value
     if was is None:
         raise RuntimeError(f"{name}: can't replace a None gradient with a non-None value")
     if not isinstance(value, Tensor):
@@ -320,8 +317,7 @@ def register_hook(tensor: Tensor, fn: Callable[[Tensor], Tensor | None]) -> Remo
         >>> x.grad
         tensor([3., 3.])
     """
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"register_hook: tensor must be a torch.Tensor, got {_C.type_name(tensor)}")
+    _check_tensor("register_hook", tensor)
     return _register(tensor, "tensor", fn)
 
 
@@ -416,11 +412,7 @@ def register_post_accumulate_grad_hook(
         >>> x.sum().backward()
         tensor([1., 1.])
     """
-    if not isinstance(tensor, Tensor):
-        raise TypeError(
-            "register_post_accumulate_grad_hook: tensor must be a torch.Tensor, got "
-            f"{_C.type_name(tensor)}"
-        )
+    _check_tensor("register_post_accumulate_grad_hook", tensor)
     if not tensor.requires_grad or tensor.grad_fn is not None:
         raise RuntimeError(
             "register_post_accumulate_grad_hook: tensor must be a leaf that requires grad"
@@ -495,6 +487,11 @@ def _values(name: str, values: Any) -> list[Tensor | None]:
                 f"call_hooks: {name}[{i}] must be a tensor or None, got {_C.type_name(value)}"
             )
     return listed
+
+
+def _check_tensor(op: str, tensor: object) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{op}: tensor must be a torch.Tensor, got {_C.type_name(tensor)}")
 
 
 def _register(on: Tensor | Node, kind: str, fn: Callable[..., Any]) -> RemovableHandle:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook import _C
-from torch_commhook.buckets.layout import BucketLayout, check_tensor, checked_list, gradient_dtype
+from torch_commhook.buckets.layout import (
+    BucketLayout,
+    check_buffer,
+    check_tensor,
+    checked_list,
+    gradient_dtype,
+)
 from torch_commhook.native import bucket_ops
 
 if TYPE_CHECKING:
@@ -158,16 +165,12 @@ class GradBucket:
             ValueError: it has another number of elements or device, or is not contiguous.
         """
         buffer = self._checked_buffer(buffer)
-        if buffer.dtype != self.buffer().dtype:
-            raise TypeError(
-                f"GradBucket.set_buffer: buffer must have dtype {self.buffer().dtype}, "
-                f"got {buffer.dtype}"
-            )
-        if buffer.layout != self.buffer().layout:
-            raise TypeError(
-                f"GradBucket.set_buffer: buffer must have layout {self.buffer().layout}, "
-                f"got {buffer.layout}"
-            )
+        for name in ("dtype", "layout"):
+            wanted, got = getattr(self.buffer(), name), getattr(buffer, name)
+            if got != wanted:
+                raise TypeError(
+                    f"GradBucket.set_buffer: buffer must have {name} {wanted}, got {got}"
+                )
         self._buffer = buffer
 
     # ---- further methods -------------------------------------------------------------------------
@@ -345,35 +348,32 @@ class GradBucket:
     def _class_of_copies(self) -> type[GradBucket]:
         return type(self)
 
+    def _settings(self) -> dict[str, Any]:
+        """The arguments of a copy, beside its parameters and buffer."""
+        return {
+            "index": self._index,
+            "bucket_count": self._bucket_count,
+            "sparse_grad_indices": self._sparse_grad_indices,
+            "process_group": self._process_group,
+        }
+
     def __reduce__(self) -> tuple[Any, ...]:
         # A process group belongs to one process; a copy in another has the default group.
-        return _unpickle, (
-            self._class_of_copies(),
-            self._parameters,
-            self.buffer(),
-            self._index,
-            self._bucket_count,
-            self._sparse_grad_indices,
-        )
+        settings = {**self._settings(), "process_group": None, "buffer": self.buffer()}
+        return partial(self._class_of_copies(), **settings), (self._parameters,)
 
     def __copy__(self) -> GradBucket:
-        return self._class_of_copies()(
-            self._parameters,
-            buffer=self.buffer(),
-            index=self._index,
-            bucket_count=self._bucket_count,
-            sparse_grad_indices=self._sparse_grad_indices,
-            process_group=self._process_group,
-        )
+        make = self._class_of_copies()
+        return make(self._parameters, buffer=self.buffer(), **self._settings())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradBucket:
+        settings = self._settings()
+        indices = copy.deepcopy(settings.pop("sparse_grad_indices"), memo)
         return self._class_of_copies()(
             copy.deepcopy(self._parameters, memo),
             buffer=self.buffer().detach().clone(),
-            index=self._index,
-            bucket_count=self._bucket_count,
-            sparse_grad_indices=copy.deepcopy(self._sparse_grad_indices, memo),
-            process_group=self._process_group,
+            sparse_grad_indices=indices,
+            **settings,
         )
 
     def __repr__(self) -> str:
@@ -400,12 +400,7 @@ class GradBucket:
                     f"for {len(self._parameters)} parameters"
                 )
             return buffer
-        numel = sum(parameter.numel() for parameter in self._parameters)
-        if buffer.dim() != 1 or buffer.numel() != numel or not buffer.is_contiguous():
-            raise ValueError(
-                f"GradBucket: buffer must be contiguous, of shape ({numel},), "
-                f"got shape {tuple(buffer.shape)} with strides {buffer.stride()}"
-            )
+        check_buffer("GradBucket", buffer, sum(each.numel() for each in self._parameters))
         return buffer
 
     def _buffer_of(self, gradients: list[Tensor | None], buffer: Tensor | None) -> Tensor:
@@ -456,23 +451,6 @@ def _check_floating(name: str, value: Any) -> None:
             f"GradBucket: {name} must be of dtype float64, float32, float16, bfloat16 or complex, "
             f"got {value.dtype}"
         )
-
-
-def _unpickle(
-    cls: type[GradBucket],
-    parameters: list[Tensor],
-    buffer: Tensor,
-    index: int,
-    bucket_count: int,
-    sparse_grad_indices: Tensor | None,
-) -> GradBucket:
-    return cls(
-        parameters,
-        buffer=buffer,
-        index=index,
-        bucket_count=bucket_count,
-        sparse_grad_indices=sparse_grad_indices,
-    )
 
 
 # ---- assigns parameters to buckets ---------------------------------------------------------------

@@ -71,9 +71,8 @@ class BucketLayout:
             self.offsets.append(self.numel)
             self.lengths.append(parameter.numel())
             self.sizes.append(parameter.shape)
-            self.strides.append(
-                tuple(parameter.stride()) if dense else _row_major_strides(parameter.shape)
-            )
+            like = parameter if dense else torch.empty(parameter.shape, device="meta")
+            self.strides.append(tuple(like.stride()))
             self._orders.append(order)
             self.numel += parameter.numel()
         self._permuted = any(order is not None for order in self._orders)
@@ -98,20 +97,15 @@ class BucketLayout:
         Raises:
             ValueError: the buffer is not one-dimensional and contiguous, or has another length.
         """
-        self._check(buffer)
+        check_tensor("BucketLayout", "buffer", buffer)
+        check_buffer("BucketLayout", buffer, self.numel)
+        places = zip(self.offsets, self.lengths, strict=True)
+        pieces = [buffer.narrow(0, offset, length) for offset, length in places]
         if torch.compiler.is_compiling():  # compilers support no writes to as_strided views
-            return [
-                _in_shape(buffer.narrow(0, offset, length), size, order)
-                for offset, length, size, order in zip(
-                    self.offsets, self.lengths, self.sizes, self._orders, strict=True
-                )
-            ]
-        return [
-            buffer.narrow(0, offset, length).as_strided(size, stride)
-            for offset, length, size, stride in zip(
-                self.offsets, self.lengths, self.sizes, self.strides, strict=True
-            )
-        ]
+            forms = zip(pieces, self.sizes, self._orders, strict=True)
+            return [_in_shape(piece, size, order) for piece, size, order in forms]
+        strided = zip(pieces, self.sizes, self.strides, strict=True)
+        return [piece.as_strided(size, stride) for piece, size, stride in strided]
 
     def in_memory_order(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the gradients permuted so that their row-major order is the buffer's.
@@ -164,29 +158,12 @@ class BucketLayout:
         """Copy a flat buffer into gradients, in one pass (``bucket_ops.unflatten_into``)."""
         bucket_ops.unflatten_into(buffer, self.in_memory_order(gradients), scale=scale)
 
-    def _check(self, buffer: Tensor) -> None:
-        check_tensor("BucketLayout", "buffer", buffer)
-        if buffer.dim() != 1 or not buffer.is_contiguous() or buffer.numel() != self.numel:
-            raise ValueError(
-                f"BucketLayout: buffer must be contiguous, of shape ({self.numel},), "
-                f"got shape {tuple(buffer.shape)} with strides {buffer.stride()}"
-            )
-
 
 def _in_shape(piece: Tensor, size: torch.Size, order: tuple[int, ...] | None) -> Tensor:
     if order is None:
         return piece.view(size)
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return piece.view([size[d] for d in order]).permute(inverse)
-
-
-def _row_major_strides(size: torch.Size) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for length in reversed(size):
-        strides.append(step)
-        step *= max(length, 1)
-    return tuple(reversed(strides))
 
 
 def checked_list(what: str, name: str, values: Any) -> list[Any]:
@@ -201,3 +178,12 @@ def check_tensor(what: str, name: str, value: object) -> None:
     """Raise a TypeError if a user's value is not a tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{what}: {name} must be a tensor, got {_C.type_name(value)}")
+
+
+def check_buffer(what: str, buffer: Tensor, numel: int) -> None:
+    """Raise a ValueError if a buffer is not flat and contiguous, with ``numel`` elements."""
+    if buffer.dim() != 1 or buffer.numel() != numel or not buffer.is_contiguous():
+        raise ValueError(
+            f"{what}: buffer must be contiguous, of shape ({numel},), "
+            f"got shape {tuple(buffer.shape)} with strides {buffer.stride()}"
+        )

@@ -227,6 +227,10 @@ def _sum_of(value: Any) -> int:
 # ---- messages of bytes and numbers, and the state of optimizers ----------------------------------
 
 
+# Each message goes to a rank of a group, or comes from one. All functions return when it is sent or
+# received, and raise RuntimeError if the connection was closed.
+
+
 #: Bytes of a message.
 _PIECE = 4 << 20
 #: A tag that no other message of these groups has.
@@ -234,27 +238,17 @@ _TAG = (1 << 30) - 64
 
 
 def send(data: Tensor, group: dist.ProcessGroup, rank: int) -> None:
-    """Send bytes to a rank of a group, in pieces. Returns when they are sent.
-
-    Raises:
-        RuntimeError: the connection was closed.
-    """
+    """Send bytes to a rank, in pieces."""
     send_number(data.numel(), group, rank)
     for piece in data.split(_PIECE):
         _send(piece, group, rank)
 
 
 def receive(group: dist.ProcessGroup, rank: int, own: int) -> Tensor:
-    """Receive the bytes that a rank of a group sends by :func:`send`.
+    """Receive the bytes that a rank sends by :func:`send`.
 
-    Args:
-        group: the group.
-        rank: the sender's place in it.
-        own: the bytes of this rank's parameters and buffers, for :func:`check_length`.
-
-    Raises:
-        RuntimeError: the connection was closed.
-        ValueError: the announced length is impossible.
+    Raises a ValueError if :func:`check_length` refuses the announced length, on a rank with ``own``
+    bytes of parameters and buffers.
     """
     length = receive_number(group, rank)
     check_length(length, own)
@@ -265,20 +259,12 @@ def receive(group: dist.ProcessGroup, rank: int, own: int) -> Tensor:
 
 
 def send_number(number: int, group: dist.ProcessGroup, rank: int) -> None:
-    """Send an int to a rank of a group.
-
-    Raises:
-        RuntimeError: the connection was closed.
-    """
+    """Send an int to a rank."""
     _send(torch.tensor([number], dtype=torch.int64, device="cpu"), group, rank)
 
 
 def receive_number(group: dist.ProcessGroup, rank: int) -> int:
-    """Receive the number that a rank of a group sends by :func:`send_number`.
-
-    Raises:
-        RuntimeError: the connection was closed.
-    """
+    """Receive the number that a rank sends by :func:`send_number`."""
     number = torch.zeros(1, dtype=torch.int64, device="cpu")
     _receive(number, group, rank)
     return int(number)
@@ -348,11 +334,7 @@ _MOST_BYTES = 1 << 28
 
 
 class InBackground(Generic[_T]):
-    """Calls a function on a thread of its own.
-
-    Args:
-        call: the function.
-    """
+    """Calls a function on a thread of its own."""
 
     def __init__(self, call: Callable[[], _T]) -> None:
         self._future: Future[_T] = Future()
@@ -368,11 +350,7 @@ class InBackground(Generic[_T]):
         self._thread.start()
 
     def result(self) -> _T:
-        """Wait until the function returns, and return its result.
-
-        Raises:
-            Exception: as the function has raised it.
-        """
+        """Wait until the function returns. Returns its result, or raises its exception."""
         self._thread.join()
         return self._future.result()
 
@@ -426,20 +404,12 @@ class Donor:
         self._took = time.monotonic() - began if parts else 0.0
 
     def wait(self) -> None:
-        """Wait until the new rank has received this step's piece.
-
-        Raises:
-            RuntimeError: a connection was closed.
-        """
+        """Wait until the new rank has received this step's piece; raises as :func:`send`."""
         if self._sends is not None:
             self._sends.result()
 
     def end(self, rest: Tensor) -> None:
-        """Send checksums and the rest, once all elements have arrived and the next step begins.
-
-        Args:
-            rest: flat bytes.
-        """
+        """Send checksums and the rest, once all elements have arrived and the next step begins."""
 
         def send_rest() -> None:
             sums = self._pieces.sums()
@@ -483,10 +453,7 @@ class NewRank:
     def begin_step(self, group: dist.ProcessGroup, donor: int, *, is_first: bool) -> None:
         """Receive the piece of the step that begins.
 
-        Args:
-            group: the group of the ranks.
-            donor: the donor's place in the group.
-            is_first: whether this is the donor's first piece. The donor sends the head before it.
+        The donor, a place in the group, sends the head before its first piece.
         """
         at, self._piece, own = self.at, None, self._pieces.nbytes
 
@@ -502,11 +469,7 @@ class NewRank:
         self._receives = InBackground(receive_piece)
 
     def receive(self) -> None:
-        """Wait for the piece of the step.
-
-        Raises:
-            RuntimeError: the connection was closed.
-        """
+        """Wait for the piece of the step; raises as :func:`receive`."""
         if self._receives is not None:
             receives, self._receives = self._receives, None
             self._piece = receives.result()

@@ -108,8 +108,10 @@ class View:
             for name in ("members", "new"):
                 found[name] = tuple(found[name])
             view = cls(**found)
-            _check(view)
-            return view
+            numbers = view.number, view.steps, view.entries, view.wanted, *view.members, *view.new
+            if view.trained and all(type(each) is int and 0 <= each < 1 << 60 for each in numbers):
+                return view
+            raise ValueError
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise RuntimeError(
                 f"torch_commhook: the store's list of members must be one of this version of the "
@@ -129,15 +131,6 @@ class Lost(NamedTuple):
     ended: frozenset[int] = frozenset()
     silent: frozenset[int] = frozenset()
     unreachable: frozenset[int] = frozenset()
-
-    def with_those_of(self, other: Lost) -> Lost:
-        """The ranks of both."""
-        return Lost(*(own | others for own, others in zip(self, other, strict=True)))
-
-    @property
-    def all(self) -> frozenset[int]:
-        """The ranks of any kind."""
-        return self.ended | self.silent | self.unreachable
 
 
 @dataclass(frozen=True)
@@ -284,8 +277,7 @@ class Membership:
     def has_ended(self, first: int) -> bool:
         """Whether nobody trains or waits to: all have left, or show no sign of life.
 
-        Args:
-            first: a rank that may wait without having requested to join yet.
+        The rank ``first`` may wait without having requested to join yet.
         """
         view = self.current()
         ranks = {first, *self._asking(view)[0], *(() if view is None else view.members)}
@@ -295,11 +287,9 @@ class Membership:
     # ---- leaving ---------------------------------------------------------------------------------
 
     def leave(self, steps: int) -> None:
-        """Announce that this process leaves.
+        """Announce that this process leaves after a number of steps.
 
-        Args:
-            steps: the number of steps that it has done. The others count them too: it left when all
-                ranks had the results of the last one.
+        The others count these steps too: it left when all ranks had the results of the last one.
         """
         self._store.append("left", f"{self.own}:{steps} ")
 
@@ -393,8 +383,8 @@ class Membership:
         missing = set(view.members) - here.keys()
         lost = Lost(frozenset(left_before), frozenset(self._silent(missing)))
         for each in here.values():
-            lost = lost.with_those_of(each.lost)
-        if not is_late and not missing <= lost.all:
+            lost = Lost(*map(frozenset.union, lost, each.lost))
+        if not is_late and not missing <= frozenset().union(*lost):
             return None
         # A rank that is here is alive, whatever others believed.
         reachable = _without_conflicts({rank: each.lost.unreachable for rank, each in here.items()})
@@ -508,13 +498,6 @@ def _numbers(ranks: Collection[int]) -> str:
     return ",".join(map(str, sorted(ranks)))
 
 
-def _check(view: View) -> None:
-    """Raise ValueError if other programs have written the view."""
-    numbers = view.number, view.steps, view.entries, view.wanted, *view.members, *view.new
-    if not view.trained or not all(type(each) is int and 0 <= each < 1 << 60 for each in numbers):
-        raise ValueError
-
-
 def _number(text: str) -> int:
     if not _NUMBER.fullmatch(text.encode()):
         raise ValueError
@@ -535,10 +518,9 @@ def _rank_here(entry: str) -> tuple[int, _Here]:
 
 
 def _without_conflicts(lost: Mapping[int, Collection[int]]) -> set[int]:
-    """A set of ranks that all reach each other: the largest, or nearly.
+    """The largest set of ranks that all reach each other, or nearly.
 
-    Args:
-        lost: for each rank the ranks that it cannot reach.
+    ``lost`` has for each rank the ranks that it cannot reach.
     """
     left = set(lost)
     while True:

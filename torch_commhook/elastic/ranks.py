@@ -36,6 +36,7 @@ from torch_commhook.step.connected_group import (
     remove_address,
 )
 from torch_commhook.step.step_group import StepGroup, tell_unreachable
+from torch_commhook.wording import check_type
 
 # ---- tests whether the members of a training can connect to each other ---------------------------
 
@@ -184,10 +185,7 @@ class Elastic:
 
     def __post_init__(self) -> None:
         for name, (kinds, what) in _KINDS.items():
-            value = getattr(self, name)
-            is_wrong_bool = isinstance(value, bool) and bool not in kinds
-            if is_wrong_bool or not isinstance(value, kinds):
-                raise TypeError(f"Elastic: {name} must be {what}, got {_C.type_name(value)}")
+            check_type(f"Elastic: {name}", getattr(self, name), what, *kinds)
 
         def check(name: str, is_right: bool, what: str) -> None:
             if not is_right:
@@ -599,11 +597,7 @@ class ElasticRanks:
 
 
 def _checked_settings(text: str) -> dict[str, str]:
-    """The settings of a training's first rank.
-
-    Raises:
-        RuntimeError: the text is none.
-    """
+    """The settings of a training's first rank. Raises a RuntimeError if the text has none."""
     with suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
         found: dict[str, str] = json.loads(text)
         int(found[_FIRST])
@@ -623,11 +617,7 @@ def _lost(error: PeerError) -> Lost:
 
 
 def _store_of(settings: Elastic) -> dist.Store:
-    """The store where the ranks meet.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The store where the ranks meet. Raises a ValueError if there is none."""
     store = settings.store
     if isinstance(store, dist.Store):
         return store

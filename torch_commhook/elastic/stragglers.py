@@ -52,12 +52,9 @@ class StepTimer:
         self._began = None
 
     def seconds(self, steps: int = 1) -> float | None:
-        """The computing time of a step from :meth:`begin` to :meth:`end`, or until now.
+        """The computing time of each of some steps from :meth:`begin` to :meth:`end`, or until now.
 
         None if it is not measured.
-
-        Args:
-            steps: the number of steps in that time.
         """
         if self._began is None or steps < 1:
             return None
@@ -65,12 +62,7 @@ class StepTimer:
         return (ended - self._began) / steps
 
     def compare(self, own: int, seconds: Mapping[int, float]) -> None:
-        """Compare the members' times of one step, and log new stragglers.
-
-        Args:
-            own: this member.
-            seconds: the times of the members that have measured the step.
-        """
+        """Compare the times of the members that have measured a step, and log new stragglers."""
         if len(seconds) < 2:
             return
         # The lower median: of two ranks, one can be slow.

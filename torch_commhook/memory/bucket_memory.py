@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial, reduce
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,9 +55,6 @@ class Scratch:
 
 
 # ---- a hook's memory of one bucket between steps -------------------------------------------------
-#
-# It consists of tensors for each bucket. The store of parameters knows each parameter's piece of
-# them; a new bucket begins with the pieces of its parameters.
 
 
 class ModelMemory:
@@ -111,6 +108,7 @@ class BucketMemory:
         meter: measures the cost of messages.
         scratch: memory that buckets share.
         past: whether each requested number of steps has been done.
+        shards: by its name in ``tensors``, each shard's kind, first element, and end.
         factors: the factors of :meth:`shard`, by shard.
         folded: marks that :meth:`fold_shards` need not run again, by a caller's name.
         choices: numbers that were chosen for the bucket, by name; see :meth:`set_choice`.
@@ -152,7 +150,7 @@ class BucketMemory:
         self.scratch = owner.scratch
         self.choices: dict[str, int] = {}
         self.places: list[int] = []
-        self._shards: dict[str, tuple[str, tuple[int, int]]] = {}  # kind, first and last element
+        self.shards: dict[str, tuple[str, tuple[int, int]]] = {}
         self.factors: dict[str, int] = {}
         self.folded: set[str] = set()
 
@@ -206,13 +204,13 @@ class BucketMemory:
             Its name in ``tensors``: one for each place of a kind.
         """
         place = begin, end
-        for name, (known, where) in self._shards.items():
+        for name, (known, where) in self.shards.items():
             if known == kind and where == place:
                 return name
-        others = sum(known == kind for known, _ in self._shards.values())
+        others = sum(known == kind for known, _ in self.shards.values())
         name = f"{kind} {others + 1}" if others else kind
         self.tensors[name] = torch.zeros(end - begin, dtype=self.error_dtype, device=self.device)
-        self._shards[name] = kind, place
+        self.shards[name] = kind, place
         self.factors[name] = factor
         self._restore_shard(name, kind)
         return name
@@ -220,14 +218,14 @@ class BucketMemory:
     def fold_shards(self, names: Sequence[str]) -> None:
         """Add the contents of shards to ``flat("error")``, and set the shards to zeros."""
         for name in names:
-            kind, (begin, end) = self._shards[name]
+            kind, (begin, end) = self.shards[name]
             shard = self.tensors[name]
             add_to_error(self.tensors[FOLDED_INTO[kind]][begin:end], shard, self.factors[name])
             shard.zero_()
 
     def fold_all_shards(self) -> None:
         """Run :meth:`fold_shards` for all shards, also of its parts."""
-        self.fold_shards(list(self._shards))
+        self.fold_shards(list(self.shards))
         for part in self.parts.values():
             part.fold_all_shards()
 
@@ -253,10 +251,13 @@ class BucketMemory:
         """
         found = self.lists.get(name)
         if found is None:
-            found = self.lists[name] = [
-                self._store.shared_or_made(parameter, name, partial(make, i, parameter))
-                for i, parameter in enumerate(self.parameters)
-            ]
+            found = []
+            for i, parameter in enumerate(self.parameters):
+                tensors = self._store.shared.setdefault(parameter, {})
+                if name not in tensors:
+                    tensors[name] = make(i, parameter)
+                found.append(tensors[name])
+            self.lists[name] = found
         return found
 
     def packed(
@@ -280,14 +281,15 @@ class BucketMemory:
         if flat is None:
             everybody = self.parameters
             parameters = [everybody[i] for i in numbers]
+            shared = [self._store.shared.setdefault(parameter, {}) for parameter in parameters]
             made = [
-                make(i, parameter, self._store.shared(parameter, name))
-                for i, parameter in zip(numbers, parameters, strict=True)
+                make(i, parameter, tensors.get(name))
+                for i, parameter, tensors in zip(numbers, parameters, shared, strict=True)
             ]
             layout = BucketLayout(made)
             flat = self.tensors[key] = layout.flatten(made)
-            for parameter, view in zip(parameters, layout.views(flat), strict=True):
-                self._store.set_shared(parameter, name, view)
+            for tensors, view in zip(shared, layout.views(flat), strict=True):
+                tensors[name] = view
         return flat
 
     def rounding_seeds(self, seed: int, *, alike: bool = False) -> Tensor:
@@ -337,7 +339,7 @@ class BucketMemory:
         """Choose a number for the bucket, the same on all ranks."""
         self.choices[name] = value
         for parameter in self.parameters:
-            self._store.set_choice(parameter, name, value)
+            self._store.choices.setdefault(parameter, {})[name] = value
 
     def declare_choice(
         self, name: str, default: int, *, among: Sequence[int], decides_memory: bool = False
@@ -354,7 +356,8 @@ class BucketMemory:
         if decides_memory:
             self._store.deciding_choices.add(name)
         if name not in self.choices:
-            self.set_choice(name, self._store.choice(self.parameters[0], name, default))
+            known = self._store.choices.get(self.parameters[0], {})
+            self.set_choice(name, known.get(name, default))
         return self.choices[name]
 
     def replace_parameters(self, placeholders: Mapping[int, Tensor]) -> None:
@@ -368,18 +371,16 @@ class BucketMemory:
         """The memory of the whole model, which this is a part of."""
         return self._owner
 
-    def belongs_to(self, owner: ModelMemory) -> bool:
-        """Whether this memory belongs to a hook's memory."""
-        return self._owner is owner
-
     # ---- for the owner ---------------------------------------------------------------------------
 
-    def changing_tensors(self, *, but: Collection[str] = ()) -> list[Tensor]:
-        """The tensors that a step changes, without those of its parts.
+    def with_parts(self) -> Iterator[BucketMemory]:
+        """This memory, and the memories of its parts."""
+        yield self
+        for part in self.parts.values():
+            yield from part.with_parts()
 
-        Args:
-            but: names of lists to leave out.
-        """
+    def changing_tensors(self, *, but: Collection[str] = ()) -> list[Tensor]:
+        """The tensors that a step changes, without those of its parts, and without some lists."""
         found = list(self.tensors.values())
         for name, tensors in self.lists.items():
             if name not in but:
@@ -389,32 +390,24 @@ class BucketMemory:
     @property
     def is_empty(self) -> bool:
         """Whether the hook has requested nothing that changes from step to step."""
-        return not (
-            self.tensors
-            or self.lists
-            or self.roundings
-            or self.choices
-            or any(not part.is_empty for part in self.parts.values())
+        return not any(
+            each.tensors or each.lists or each.roundings or each.choices
+            for each in self.with_parts()
         )
 
     def meters(self) -> list[CallMeter]:
         """Its own meter, and those of its parts."""
-        return [self.meter, *(meter for part in self.parts.values() for meter in part.meters())]
+        return [each.meter for each in self.with_parts()]
 
     def count_step(self) -> None:
         """Count one more step."""
-        for rounding in self.roundings.values():
-            rounding[:, 1] += 1
-        for part in self.parts.values():
-            part.count_step()
+        for memory in self.with_parts():
+            for rounding in memory.roundings.values():
+                rounding[:, 1] += 1
 
     def shard_pieces(self, name: str) -> list[tuple[Tensor, int, int, int]]:
-        """The parameters that a shard covers, and which part of each.
-
-        Returns:
-            Parameter, first element of it, first element of the shard, and number of elements.
-        """
-        _, (begin, end) = self._shards[name]
+        """Each parameter of a shard, its first element there, the shard's, and their number."""
+        _, (begin, end) = self.shards[name]
         found = []
         offsets, lengths = self.layout.offsets, self.layout.lengths
         for parameter, offset, length in zip(self.parameters, offsets, lengths, strict=True):
@@ -422,14 +415,6 @@ class BucketMemory:
             if first < last:
                 found.append((parameter, first - offset, first - begin, last - first))
         return found
-
-    def shard_kinds(self) -> set[str]:
-        """The kinds of its own shards, without those of its parts."""
-        return {kind for kind, _ in self._shards.values()}
-
-    def shard_tensors(self) -> list[Tensor]:
-        """Its own shards, without those of its parts."""
-        return [self.tensors[name] for name in self._shards]
 
     def add_shards_to(self, own: dict[str, dict[str, Tensor]], name_of: Mapping[int, str]) -> None:
         """Add its own shards, without those of its parts, to this rank's tensors of a state.
@@ -439,7 +424,7 @@ class BucketMemory:
                 a state's contents do not depend on the buckets.
             name_of: the parameters' names, by id.
         """
-        for name, (kind, _) in self._shards.items():
+        for name, (kind, _) in self.shards.items():
             whole = own.setdefault(kind, {})
             for parameter in self.parameters:
                 if name_of[id(parameter)] not in whole:
@@ -452,25 +437,25 @@ class BucketMemory:
 
     def return_shards(self) -> None:
         """Move the contents of all shards, also of its parts, to the parameters' memory."""
-        for name, (kind, _) in self._shards.items():
+        for name, (kind, _) in self.shards.items():
             shard = self.tensors[name]
             for parameter, first, start, count in self.shard_pieces(name):
                 lost = shard[start : start + count]
                 self._store.add_lost(parameter, kind, lost, self.factors[name], begin=first)
-        self._shards.clear()
+        self.shards.clear()
         for part in self.parts.values():
             part.return_shards()
 
     def _restore_shard(self, name: str, kind: str) -> None:
         """Load a new shard from a loaded state, and the rest into the parameters' memory."""
         for parameter, first, start, count in self.shard_pieces(name):
-            loaded = self._store.loaded_shard(parameter, kind)
+            loaded = self._store.loaded_shards.get(parameter, {}).get(kind)
             if loaded is not None:
                 part = loaded[first : first + count]
                 write_saturated(self.tensors[name][start : start + count], part)
                 part.zero_()
         for parameter in self.parameters:
-            loaded = self._store.pop_loaded_shard(parameter, kind)
+            loaded = self._store.loaded_shards.get(parameter, {}).pop(kind, None)
             if loaded is not None:
                 self._store.add_lost(parameter, kind, loaded, self.factors[name])
 
@@ -500,15 +485,8 @@ class BucketWithMemory(GradBucket):
     @classmethod
     def over(cls, bucket: GradBucket, memory: BucketMemory) -> Self:
         """Make a bucket over another one, with its own memory: the same buffer, nothing copied."""
-        return cls(
-            bucket.parameters(),
-            buffer=bucket.buffer(),
-            index=bucket.index(),
-            bucket_count=bucket.bucket_count(),
-            sparse_grad_indices=bucket.sparse_grad_indices(),
-            process_group=bucket.process_group(),
-            memory=memory,
-        )
+        settings = bucket._settings()
+        return cls(bucket.parameters(), buffer=bucket.buffer(), memory=memory, **settings)
 
     def _class_of_copies(self) -> type[GradBucket]:
         return GradBucket

@@ -2,8 +2,9 @@
 
 A hook requests its memory in ``Hook.prepare``, outside compilers, when buckets are formed. In
 ``average`` it finds the memory by name. Tensors in a dict are graph inputs, and numbers in a dict
-are guards. Memory is flat for each bucket, and each parameter has a view of it. When a bucket is
-formed anew, it copies its parameters' views. When a shard moves to another rank, its old owner adds
+are guards. Memory is flat for each bucket, and each parameter has a view of it. Buckets are rebuilt
+after a model's first step, and may differ when training resumes from a checkpoint: a bucket that is
+formed anew copies its parameters' views. When a shard moves to another rank, its old owner adds
 the shard's error, times the world size, to its own error memory. The library counts a step when all
 ranks have agreed on it. Compiled backward passes count in an operator, with their bytes.
 
@@ -38,6 +39,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torch_commhook.collectives.futures import is_capturing
 from torch_commhook.collectives.plain import all_reduce
 from torch_commhook.memory.bucket_memory import BucketMemory, ModelMemory
+from torch_commhook.memory.sharded_states import part_key
 from torch_commhook.memory.states import (
     ERROR,
     FOLDED_INTO,
@@ -49,16 +51,13 @@ from torch_commhook.memory.states import (
 from torch_commhook.memory.watches import ScaleJumpDetector, Scaler
 
 # ---- a hook's memory between steps, by parameter, independent of buckets -------------------------
-#
-# Hooks work on buckets. These are rebuilt after a model's first step, and may differ when training
-# resumes from a checkpoint. So memory consists of tensors for each bucket, with known pieces for
-# parameters; a new bucket begins with the pieces of its parameters.
 
 
 class HookMemory(ModelMemory):
     """A hook's memory of all buckets of a model.
 
     Attributes:
+        part: this rank's position in tensor parallelism, and the number of positions.
         any_rank_loads: whether any rank, of any number of ranks, can load a state.
         is_empty: whether the hook remembers nothing that changes from step to step.
         group: the group for communication outside a bucket's collectives.
@@ -76,6 +75,7 @@ class HookMemory(ModelMemory):
     def __init__(self) -> None:
         super().__init__()
         self._averaged = 1
+        self.part = 0, 1
         self.any_rank_loads = False
         self.is_empty = True
         self.has_begun = False
@@ -105,7 +105,7 @@ class HookMemory(ModelMemory):
         named = self.store.named_parameters()
         other.set_parameters(named, rank=self.rank, world_size=self.world_size)
         other.scaler = self.scaler
-        other.any_rank_loads = self.any_rank_loads
+        other.any_rank_loads, other.part = self.any_rank_loads, self.part
         return other
 
     def names_of(self, parameters: Sequence[Tensor]) -> list[str] | None:
@@ -123,11 +123,7 @@ class HookMemory(ModelMemory):
 
     def replace_parameter(self, before: Tensor, now: Tensor) -> None:
         """Replace a parameter by another tensor of the same shape. Its buckets are rebuilt."""
-        for first, memory in list(self._buckets.items()):
-            if any(parameter is before for parameter in memory.parameters):
-                self._buckets_change([memory])
-                memory.return_shards()
-                del self._buckets[first]
+        self._replace_buckets_of([before])
         self.store.replace_parameter(before, now)
 
     def change_ranks(self, rank: int, world_size: int, *, averaged: int) -> None:
@@ -141,10 +137,7 @@ class HookMemory(ModelMemory):
             averaged: the number of ranks with gradients of their own. The mean is over these; the
                 others' unsent errors count too.
         """
-        self._buckets_change(list(self._buckets.values()))
-        for memory in self._buckets.values():
-            memory.return_shards()
-        self._buckets = WeakIdKeyDictionary()
+        self._return_memory(list(self._buckets.items()))
         # The mean is over other ranks: as in reshard_states.
         self.store.rescale_errors(averaged / self._averaged)
         self.rank, self.world_size, self._averaged = rank, world_size, averaged
@@ -156,10 +149,25 @@ class HookMemory(ModelMemory):
             found += memory.changing_tensors()
         return found
 
-    def _buckets_change(self, replaced: Sequence[BucketMemory]) -> None:
-        self.replays.memory_replaced(replaced)
+    def _replace_buckets_of(self, parameters: Sequence[Tensor]) -> None:
+        """Return the memory of all buckets that have some of these parameters."""
+        wanted = {id(parameter) for parameter in parameters}
+        replaced = [
+            (first, memory)
+            for first, memory in self._buckets.items()
+            if any(id(parameter) in wanted for parameter in memory.parameters)
+        ]
+        if replaced:
+            self._return_memory(replaced)
+
+    def _return_memory(self, replaced: Sequence[tuple[Tensor, BucketMemory]]) -> None:
+        """Return the memory of buckets, by their first parameters, to all their parameters."""
+        self.replays.memory_replaced([memory for _, memory in replaced])
         if self.before_change is not None:
             self.before_change()
+        for first, memory in replaced:
+            memory.return_shards()
+            del self._buckets[first]
 
     # ---- buckets ---------------------------------------------------------------------------------
 
@@ -168,10 +176,7 @@ class HookMemory(ModelMemory):
     ) -> BucketMemory:
         """The memory of a bucket; a new one if the bucket has other parameters than before.
 
-        Args:
-            parameters: the bucket's parameters.
-            index: the bucket's number.
-            prepare: called with a new memory.
+        Calls ``prepare`` with a new memory.
 
         Raises:
             RuntimeError: there is none, and a CUDA graph captures the current stream.
@@ -188,17 +193,7 @@ class HookMemory(ModelMemory):
             )
         self._prepare = prepare
         with torch.inference_mode(False), torch.no_grad():
-            wanted = {id(parameter) for parameter in parameters}
-            replaced = [
-                (first, old)
-                for first, old in self._buckets.items()
-                if any(id(parameter) in wanted for parameter in old.parameters)
-            ]
-            if replaced:
-                self._buckets_change([old for _, old in replaced])
-            for first, old in replaced:
-                old.return_shards()
-                del self._buckets[first]
+            self._replace_buckets_of(parameters)
             self.replays.prepare(parameters[0].device)
             memory = self._new_bucket_memory(parameters, index)
             prepare(memory)
@@ -235,11 +230,7 @@ class HookMemory(ModelMemory):
     # ---- the gradients' scale --------------------------------------------------------------------
 
     def make_loss_scale(self, device: torch.device) -> None:
-        """Create the tensor of the scale, before a compiler needs it.
-
-        Args:
-            device: the gradients' device.
-        """
+        """Create the tensor of the scale on the gradients' device, before a compiler needs it."""
         with torch.inference_mode(False):
             self.loss_scale = torch.full((), self.scale, dtype=torch.float32, device=device)
 
@@ -263,8 +254,8 @@ class HookMemory(ModelMemory):
         factor = scale / self.scale
         self.store.rescale_errors(factor)
         for memory in self._memories_and_parts():
-            for shard in memory.shard_tensors():
-                multiply_error(shard, factor)
+            for name in memory.shards:
+                multiply_error(memory.tensors[name], factor)
         self._set_scale(scale)
 
     def _set_scale(self, scale: float) -> None:
@@ -277,12 +268,8 @@ class HookMemory(ModelMemory):
     @property
     def error_bytes(self) -> int:
         """The number of bytes of errors in the present buckets."""
-        return sum(
-            tensor.numel() * tensor.element_size()
-            for memory in self._memories_and_parts()
-            for name, tensor in memory.tensors.items()
-            if name == ERROR
-        )
+        found = [memory.tensors.get(ERROR) for memory in self._memories_and_parts()]
+        return sum(error.nbytes for error in found if error is not None)
 
     @property
     def remembers_nothing(self) -> bool:
@@ -295,15 +282,24 @@ class HookMemory(ModelMemory):
         return (0, 1) if self.any_rank_loads else (self.rank, self.world_size)
 
     @property
-    def own_key(self) -> str:
-        """The key of this process's own part of a state."""
+    def rank_key(self) -> str:
+        """The key of this process's own tensors in a state of one part of a model."""
         return f"rank{self.state_rank[0]}"
+
+    @property
+    def own_key(self) -> str:
+        """The key of this process's own tensors in a state."""
+        return part_key(self.rank_key, self.part)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as tensors and plain values, by parameter name."""
-        own: dict[str, dict[str, Tensor]] = {}
-        for kind, name, piece in self.store.named_pieces():
-            own.setdefault(kind, {})[name] = piece.detach().clone()
+        own, shared = (
+            {
+                kind: {name: tensor.detach().clone() for name, tensor in tensors.items()}
+                for kind, tensors in self.store.by_name(table).items()
+            }
+            for table in (self.store.pieces, self.store.shared)
+        )
         name_of = {id(parameter): name for name, parameter in self.store.named_parameters()}
         for memory in self._memories_and_parts():
             memory.add_shards_to(own, name_of)
@@ -311,19 +307,14 @@ class HookMemory(ModelMemory):
             if kind == ERROR or kind in FOLDED_INTO:
                 for tensor in tensors.values():
                     multiply_error(tensor, 1.0 / self.scale)
-        shared = {
-            kind: {name: tensor.detach().clone() for name, tensor in tensors.items()}
-            for kind, tensors in self.store.named_shared().items()
-        }
-        rank, ranks = self.state_rank
         return {
             "version": VERSION,
             "steps": self.steps,
-            "world_size": ranks,
+            "world_size": self.state_rank[1],
             "buckets": [memory.names for memory in self.bucket_memories()],
-            "choices": self.store.named_choices(),
+            "choices": self.store.by_name(self.store.choices),
             "shared": shared,
-            f"rank{rank}": own,
+            self.rank_key: own,
         }
 
     def check_state(self, state: Any) -> dict[str, Any]:
@@ -341,18 +332,17 @@ class HookMemory(ModelMemory):
     def _remembered(self) -> Remembered:
         return Remembered(
             own=self.store.kinds_of_pieces(),
-            shards={kind for memory in self._memories_and_parts() for kind in memory.shard_kinds()},
-            shared=self.store.named_shared(),
+            shards={
+                kind for memory in self._memories_and_parts() for kind, _ in memory.shards.values()
+            },
+            shared=self.store.by_name(self.store.shared),
             choices=self.store.allowed_choices,
         )
 
     def _with_choices_of(self, state: Any) -> HookMemory:
-        """The memory that the hook has where numbers are settled as in a state: another one, empty.
+        """An empty memory of the hook with the choices of an unchecked state.
 
-        This one itself, where it remembers the same whatever is settled.
-
-        Args:
-            state: such as nobody has looked at yet.
+        This memory itself if no choice decides what the hook remembers.
         """
         deciding, choices = self.store.deciding_choices, None
         if deciding and isinstance(state, dict):
@@ -366,7 +356,7 @@ class HookMemory(ModelMemory):
             for name, number in numbers.items() if isinstance(numbers, dict) else ():
                 is_known = type(name) is str and name in by_name and type(number) is int
                 if is_known and number in self.store.allowed_choices[kind]:
-                    other.store.set_choice(by_name[name], kind, number)
+                    other.store.choices.setdefault(by_name[name], {})[kind] = number
         for memory in self.bucket_memories():
             other.memory_of_bucket(memory.parameters, memory.index, self._prepare)
         return other
@@ -379,18 +369,11 @@ class HookMemory(ModelMemory):
         self._set_scale(1.0)  # a state belongs to unscaled gradients
         for step in self.past:
             self.past[step] = state["steps"] >= step
-        own = state[f"rank{self.state_rank[0]}"]
-        self.store.load_state(own, state["shared"], state["choices"])
+        self.store.load_state(state[self.rank_key], state["shared"], state["choices"])
 
     def _memories_and_parts(self) -> list[BucketMemory]:
         """The memories of all buckets, and of their parts."""
-        found: list[BucketMemory] = []
-        waiting = list(self._buckets.values())
-        while waiting:
-            memory = waiting.pop()
-            found.append(memory)
-            waiting.extend(memory.parts.values())
-        return found
+        return [each for memory in self._buckets.values() for each in memory.with_parts()]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HookMemory:
         return HookMemory()  # a copied hook has no memory: its parameters differ
@@ -403,11 +386,7 @@ class HookMemory(ModelMemory):
 
 
 class KeptMemory:
-    """Copies of a hook's memory.
-
-    Args:
-        memory: the hook's memory to copy.
-    """
+    """Copies of a hook's memory."""
 
     def __init__(self, memory: HookMemory) -> None:
         with torch.inference_mode(False), torch.no_grad():

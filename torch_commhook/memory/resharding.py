@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from types import NoneType
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch_commhook.memory.states import (
     MEANS,
     PARAMETERS,
     VERSION,
+    check_by_kind,
     check_common,
     check_tensor,
     checked_position,
@@ -32,6 +34,7 @@ from torch_commhook.memory.states import (
     is_number,
     shown,
 )
+from torch_commhook.wording import check_type
 
 # ---- merges the states of all ranks' hooks into one ----------------------------------------------
 
@@ -67,16 +70,11 @@ def _add(merged: dict[str, Any], state: dict[str, Any], where: str) -> None:
             )
 
 
-def on_the_host(state: dict[str, Any]) -> dict[str, Any]:
+def on_the_host(value: Any) -> Any:
     """Copy a state, with its tensors in host memory."""
-    return {
-        key: on_the_host(value)
-        if isinstance(value, dict)
-        else value.cpu().clone()
-        if isinstance(value, Tensor)
-        else value
-        for key, value in state.items()
-    }
+    if isinstance(value, dict):
+        return {key: on_the_host(each) for key, each in value.items()}
+    return value.cpu().clone() if isinstance(value, Tensor) else value
 
 
 # ---- converts states of a hook's memory to another number of ranks -------------------------------
@@ -136,13 +134,9 @@ def reshard_states(
         >>> [key for state in reshard_states(states, 3) for key in state if key.startswith("rank")]
         ['rank0', 'rank1', 'rank2']
     """
-    if not isinstance(world_size, int) or isinstance(world_size, bool):
-        got = type(world_size).__qualname__
-        raise TypeError(f"reshard_states: world_size must be an int, got {got}")
+    check_type("reshard_states: world_size", world_size, "an int", int)
     if not 1 <= world_size <= _MOST_RANKS:
-        raise ValueError(
-            f"reshard_states: world_size must be from 1 to {_MOST_RANKS}, got {world_size}"
-        )
+        raise _error(f"world_size must be from 1 to {_MOST_RANKS}, got {world_size}")
     if isinstance(states, dict) and is_number(
         states.get("world_size"), len(_keys_of_ranks(states))
     ):
@@ -151,21 +145,20 @@ def reshard_states(
         got = type(states).__qualname__
         raise TypeError(f"reshard_states: states must be a list of states, got {got}")
     if not states:
-        raise ValueError("reshard_states: states must hold at least one, got none")
-    if shards is not None and (not isinstance(shards, int) or isinstance(shards, bool)):
-        got = type(shards).__qualname__
-        raise TypeError(f"reshard_states: shards must be an int or None, got {got}")
+        raise _error("states must hold at least one, got none")
+    check_type("reshard_states: shards", shards, "an int or None", int, NoneType)
     if shards is not None and not 1 <= shards <= world_size:
-        raise ValueError(
-            f"reshard_states: shards must be from 1 to {world_size}, the ranks, got {shards}"
-        )
+        raise _error(f"shards must be from 1 to {world_size}, the ranks, got {shards}")
     if isinstance(states[0], dict) and PARTS in states[0]:
-        raise ValueError(
-            "reshard_states: states of models with tensor parallelism fit only the number of ranks "
+        raise _error(
+            "states of models with tensor parallelism fit only the number of ranks "
             "that has saved them"
         )
     if isinstance(states[0], dict) and SHARD_HOOK in states[0]:
-        beside = [_of_shard_hook(state, rank) for rank, state in enumerate(states)]
+        for rank, state in enumerate(states):
+            if not isinstance(state, dict) or SHARD_HOOK not in state:
+                raise _error(f"states[{rank}] must have {SHARD_HOOK!r}, as states[0] has")
+        beside = [state[SHARD_HOOK] for state in states]
         rest = [{k: v for k, v in state.items() if k != SHARD_HOOK} for state in states]
         both = zip(
             reshard_states(rest, world_size, shards=shards),
@@ -179,15 +172,15 @@ def reshard_states(
     for rank, state in enumerate(states):
         own.append(_own_tensors(state, rank))
         if own[rank].keys() != own[0].keys():
-            raise ValueError(
-                f"reshard_states: states[{rank}] must be of the same hook as states[0], which has "
+            raise _error(
+                f"states[{rank}] must be of the same hook as states[0], which has "
                 f"{sorted(own[0])}, got {sorted(own[rank])}"
             )
         if not is_number(state["world_size"], len(states)) or not is_number(
             state["steps"], states[0]["steps"]
         ):
-            raise ValueError(
-                f"reshard_states: states[{rank}] must be of {len(states)} ranks after "
+            raise _error(
+                f"states[{rank}] must be of {len(states)} ranks after "
                 f"{shown(states[0]['steps'])} steps, got one of {shown(state['world_size'])} "
                 f"ranks after {shown(state['steps'])}"
             )
@@ -204,12 +197,6 @@ def reshard_states(
 
 def _keys_of_ranks(state: dict[str, Any]) -> set[str]:
     return {key for key in state if type(key) is str and re.fullmatch(r"rank\d+", key)}
-
-
-def _of_shard_hook(state: Any, rank: int) -> Any:
-    if not isinstance(state, dict) or SHARD_HOOK not in state:
-        raise _error(f"states[{rank}] must have {SHARD_HOOK!r}, as states[0] has")
-    return state[SHARD_HOOK]
 
 
 def _reshard_shards(
@@ -245,17 +232,7 @@ def _own_tensors(state: Any, rank: int) -> dict[str, dict[str, Tensor]]:
     if not isinstance(state, dict) or not {own_key, "world_size", "steps"} <= state.keys():
         raise _error(f"{which} must be that of rank {rank}")
     kinds = state[own_key]
-    if not isinstance(kinds, dict) or not all(
-        type(kind) is str
-        and isinstance(tensors, dict)
-        and all(type(name) is str for name in tensors)
-        and all(isinstance(tensor, Tensor) for tensor in tensors.values())
-        for kind, tensors in kinds.items()
-    ):
-        raise _error(
-            f"what {which} has of rank {rank} must be tensors by kind and parameter, got "
-            f"{_first_wrong(kinds)}"
-        )
+    check_by_kind(kinds, f"what {which} has of rank {rank}", Tensor, _error)
     return {
         kind: {
             name: check_tensor(
@@ -272,19 +249,6 @@ def _own_tensors(state: Any, rank: int) -> dict[str, dict[str, Tensor]]:
     }
 
 
-def _first_wrong(kinds: object) -> str:
-    """The place in a state where tensors by kind and parameter are expected and missing."""
-    if not isinstance(kinds, dict):
-        return shown(kinds)
-    for kind, tensors in kinds.items():
-        if type(kind) is not str or not isinstance(tensors, dict):
-            return f"{shown(tensors)} for {shown(kind)}"
-        for name, tensor in tensors.items():
-            if type(name) is not str or not isinstance(tensor, Tensor):
-                return f"{shown(tensor)} for {entry_name(kind, name)}"
-    raise AssertionError("all are tensors")
-
-
 def _check_alike(state: dict[str, Any], first: dict[str, Any], rank: int) -> None:
     """Refuse a common part that has another form, or another round, than the first rank's."""
     which = f"states[{rank}]: its "
@@ -292,14 +256,7 @@ def _check_alike(state: dict[str, Any], first: dict[str, Any], rank: int) -> Non
         raise _error(f"{which}version must be {VERSION}, got {shown(state.get('version'))}")
     check_common(state, which, _error)
     for key, wanted in (("shared", Tensor), ("choices", int)):
-        for kind, values in state[key].items():
-            if type(kind) is not str or not isinstance(values, dict):
-                what = f"{which}{key}: {shown(kind)}"
-                raise _error(f"{what} must be a dict by parameter, got {shown(values)}")
-            for name, value in values.items():
-                if type(name) is not str or not isinstance(value, wanted):
-                    what = f"{which}{key}: {entry_name(kind, name)}"
-                    raise _error(f"{what} must be of type {wanted.__name__}, got {shown(value)}")
+        check_by_kind(state[key], f"{which}{key}", wanted, _error)
     if (LOCAL_STEPS in state) != (LOCAL_STEPS in first):
         raise _error(f"states[{rank}] must have {LOCAL_STEPS} where states[0] has, got another")
     if LOCAL_STEPS in state:
@@ -354,8 +311,9 @@ def _add_up_for_ranks(own: Sequence[dict[str, dict[str, Tensor]]], world_size: i
                 if piece is None:
                     like = own[rank][into][name] if into else tensor
                     piece = target[name] = torch.zeros_like(like)
-                flat = piece if piece.shape == tensor.shape else _flat_view(piece)
-                flat += factor * tensor
+                if piece.shape != tensor.shape:  # flat, in the order of the piece's memory
+                    piece = piece.as_strided((piece.numel(),), (1,), piece.storage_offset())
+                piece += factor * tensor
     return found
 
 
@@ -368,8 +326,3 @@ def _add_mean(
     # From the first on, so that the mean of what is alike is that.
     for name, first in firsts.items():
         total[name] = total.get(name, first) + (tensors[name] - first) / count
-
-
-def _flat_view(tensor: Tensor) -> Tensor:
-    """A dense tensor as a flat view, in the order of its memory."""
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

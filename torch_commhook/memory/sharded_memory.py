@@ -18,7 +18,6 @@ from torch_commhook.memory.sharded_states import (
     choices_key,
     number_of_shards,
     of_part,
-    part_key,
     shards_entry,
     shared_key,
     without_part,
@@ -41,13 +40,11 @@ class UnshardedMemory(HookMemory):
 
     Attributes:
         replica: the number of this rank's replica, and the number of replicas.
-        part: this rank's position in tensor parallelism, and the number of positions.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.replica = 0, 1
-        self.part = 0, 1
         self._parameters: dict[str, ShardedParameter] = {}
         self._shards: dict[str, list[Tensor]] = {}
         self._padding: weakref.WeakKeyDictionary[BucketMemory, list[tuple[int, int]]] = (
@@ -55,12 +52,7 @@ class UnshardedMemory(HookMemory):
         )
 
     def set_sharded(self, parameters: Sequence[ShardedParameter], *, rank: int) -> None:
-        """Set the model's parameters with their names, and this rank.
-
-        Args:
-            parameters: the parameters, sharded over equally many ranks.
-            rank: this process's rank among these.
-        """
+        """Set the model's parameters, sharded over equally many ranks, and this rank of these."""
         self._parameters = {each.name: each for each in parameters}
         self._shards = {each.name: each.placeholders() for each in parameters}
         named = [
@@ -81,10 +73,6 @@ class UnshardedMemory(HookMemory):
     def state_rank(self) -> tuple[int, int]:
         replica, replicas = self.replica
         return replica * self.world_size + self.rank, replicas * self.world_size
-
-    @property
-    def own_key(self) -> str:
-        return part_key(super().own_key, self.part)
 
     def shards_of(self, names: Sequence[str]) -> list[Tensor]:
         """Placeholders of parameters' shards in a bucket: by rank, then by parameter."""
@@ -127,7 +115,7 @@ class UnshardedMemory(HookMemory):
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
         state[SHARDS] = shards_entry(list(self._parameters.values()), 1)
-        key = super().own_key
+        key = self.rank_key
         own = state[key]
         state[key] = {kind: self._whole(pieces) for kind, pieces in own.items()}
         # Each parameter has a piece for each rank.
@@ -166,7 +154,7 @@ class UnshardedMemory(HookMemory):
         return checked_state(state, by_name, remembered, rank=rank, world_size=ranks)
 
     def load_state(self, state: dict[str, Any]) -> None:
-        key = super().own_key
+        key = self.rank_key
         own = {kind: dict(tensors) for kind, tensors in state[key].items()}
         # A rank's errors of sums that it encoded when parameters were not sharded.
         for kind in [kind for kind in own if kind in FOLDED_INTO]:
@@ -205,7 +193,6 @@ class ReplicaMemory(HookMemory):
 
     Attributes:
         shard: the number of this rank's shard, and the number of shards.
-        part: as for :class:`UnshardedMemory`.
         parameters: the model's parameters.
         of_shard_hook: the memory of the hook in the reduce-scatters, or None.
     """
@@ -213,36 +200,29 @@ class ReplicaMemory(HookMemory):
     def __init__(self) -> None:
         super().__init__()
         self.shard = 0, 1
-        self.part = 0, 1
         self.parameters: list[ShardedParameter] = []
         self.of_shard_hook: HookMemory | None = None
 
     @property
-    def _beside_remembers(self) -> bool:
-        return self.of_shard_hook is not None and not self.of_shard_hook.is_empty
+    def _beside(self) -> HookMemory | None:
+        """The memory of the hook in the reduce-scatters, if that hook remembers something."""
+        beside = self.of_shard_hook
+        return None if beside is None or beside.is_empty else beside
 
     @property
     def remembers_nothing(self) -> bool:
-        return self.is_empty and not self._beside_remembers
+        return self.is_empty and self._beside is None
 
     @property
     def state_rank(self) -> tuple[int, int]:
         shard, shards = self.shard
         return self.rank * shards + shard, self.world_size * shards
 
-    @property
-    def own_key(self) -> str:
-        return part_key(super().own_key, self.part)
-
     def new_for_same_model(self) -> HookMemory:
         other = super().new_for_same_model()
         assert isinstance(other, ReplicaMemory)
-        other.shard, other.parameters, other.of_shard_hook = (
-            self.shard,
-            self.parameters,
-            self.of_shard_hook,
-        )
-        other.part = self.part
+        other.shard, other.parameters = self.shard, self.parameters
+        other.of_shard_hook = self.of_shard_hook
         return other
 
     def state_dict(self) -> dict[str, Any]:
@@ -251,9 +231,8 @@ class ReplicaMemory(HookMemory):
             state[shared_key(self.shard[0])] = state["shared"]
             state[choices_key(self.shard[0])] = state["choices"]
             state["shared"], state["choices"] = {}, {}
-        if self._beside_remembers:
-            assert self.of_shard_hook is not None
-            state[SHARD_HOOK] = self.of_shard_hook.state_dict()
+        if self._beside is not None:
+            state[SHARD_HOOK] = self._beside.state_dict()
         return of_part(state, self.part)
 
     def check_state(self, state: Any) -> dict[str, Any]:
@@ -264,21 +243,20 @@ class ReplicaMemory(HookMemory):
             choices = state.get(choices_key(shard), state.get("choices"))
             state = {**state, "shared": state.get(shared_key(shard)), "choices": choices}
         checked = super().check_state(state)
-        if (SHARD_HOOK in state) != self._beside_remembers:
-            has = "none" if self._beside_remembers else "one"
+        beside = self._beside
+        if (SHARD_HOOK in state) != (beside is not None):
+            has = "one" if beside is None else "none"
             raise load_error(
                 f"the state must have the memory of a shard_hook if there is one, got {has}"
             )
-        if self._beside_remembers:
-            assert self.of_shard_hook is not None
-            checked[SHARD_HOOK] = self.of_shard_hook.check_state(state[SHARD_HOOK])
+        if beside is not None:
+            checked[SHARD_HOOK] = beside.check_state(state[SHARD_HOOK])
         return checked
 
     def load_state(self, state: dict[str, Any]) -> None:
         super().load_state(state)
-        if self._beside_remembers:
-            assert self.of_shard_hook is not None
-            self.of_shard_hook.load_state(state[SHARD_HOOK])
+        if self._beside is not None:
+            self._beside.load_state(state[SHARD_HOOK])
 
 
 def _check_shards(state: Any, wanted: int) -> None:

@@ -17,6 +17,7 @@ from torch_commhook.memory.states import (
     LOCAL_STEPS,
     MOMENTUM,
     Refuse,
+    check_by_kind,
     entry_name,
     is_number,
     shown,
@@ -93,12 +94,7 @@ _OF_A_PART = re.compile(r"part\d+_")
 
 
 def shards_entry(parameters: Sequence[ShardedParameter], number: int) -> dict[str, Any]:
-    """A state's entry under :data:`SHARDS`.
-
-    Args:
-        parameters: the model's parameters.
-        number: the number of shards of the state's tensors.
-    """
+    """A state's entry under :data:`SHARDS`, for tensors in a number of shards."""
     forms = {each.name: [each.dim, *each.shape] for each in parameters}
     return {"number": number, "forms": forms}
 
@@ -137,11 +133,14 @@ def _forms(state: Mapping[str, Any], which: str, refuse: Refuse) -> dict[str, li
     return forms
 
 
-def _parameter(name: str, form: Sequence[int], shards: int) -> ShardedParameter:
-    dim, *shape = form
-    return ShardedParameter(
-        name, torch.Size(shape), dim, shards, torch.float32, torch.device("cpu")
-    )
+def _parameter(
+    name: str, forms: Mapping[str, list[int]], shards: int, refuse: Refuse
+) -> ShardedParameter:
+    if name not in forms:
+        raise refuse(f"the form of parameter {shown(name)} must be in the state, got none")
+    dim, *shape = forms[name]
+    device = torch.device("cpu")
+    return ShardedParameter(name, torch.Size(shape), dim, shards, torch.float32, device)
 
 
 def choices_key(shard: int) -> str:
@@ -150,12 +149,7 @@ def choices_key(shard: int) -> str:
 
 
 def part_key(key: str, part: tuple[int, int]) -> str:
-    """The key of an entry in a state of one part of a model.
-
-    Args:
-        key: the entry's key in a model of one part.
-        part: the part's number, and the number of parts.
-    """
+    """An entry's key in a state of a part, which is its number and the number of parts."""
     number, parts = part
     return key if parts == 1 or key in _OF_ALL_PARTS else f"part{number}_{key}"
 
@@ -219,15 +213,15 @@ def whole_states(states: Sequence[dict[str, Any]], refuse: Refuse) -> list[dict[
     if len(states) % shards:
         raise refuse(f"states must be of all {shards} shards of each replica, got {len(states)}")
     if shards == 1:
-        return [_without_shards(state) for state in states]
+        return [{key: state[key] for key in state if key != SHARDS} for state in states]
     found = []
     for first in range(0, len(states), shards):
         own = [states[first + shard][f"rank{first + shard}"] for shard in range(shards)]
         replica = first // shards
         state = {
             key: value
-            for key, value in _without_shards(states[first]).items()
-            if not key.startswith(("rank", "shared", "choices"))
+            for key, value in states[first].items()
+            if key != SHARDS and not key.startswith(("rank", "shared", "choices"))
         }
         state["choices"] = states[first].get(choices_key(0), states[first].get("choices"))
         state["world_size"] = len(states) // shards
@@ -246,15 +240,10 @@ def _of_parameters(alike: Any, refuse: Refuse) -> dict[str, dict[str, Tensor]]:
 
     Others, such as factors of matrices, belong to one shard or a whole parameter, and restart.
     """
-    if not isinstance(alike, dict):
-        raise refuse(f"the common part of a shard's replicas must be a dict, got {shown(alike)}")
-    found = {kind: alike[kind] for kind in (ANCHOR, MOMENTUM) if kind in alike}
-    for kind, tensors in found.items():
-        if not isinstance(tensors, dict):
-            raise refuse(f"its {shown(kind)} must be a dict by parameter, got {shown(tensors)}")
-        for name, tensor in tensors.items():
-            if not isinstance(tensor, Tensor):
-                raise refuse(f"{entry_name(kind, name)} must be a tensor, got {shown(tensor)}")
+    if isinstance(alike, dict):
+        alike = {kind: alike[kind] for kind in (ANCHOR, MOMENTUM) if kind in alike}
+    check_by_kind(alike, "the common part of a shard's replicas", Tensor, refuse)
+    found: dict[str, dict[str, Tensor]] = alike
     return found
 
 
@@ -262,39 +251,21 @@ def _joined_tensors(
     own: Sequence[Any], forms: Mapping[str, list[int]], refuse: Refuse
 ) -> dict[str, dict[str, Tensor]]:
     def join(kind: str, name: str, _: Tensor) -> Tensor:
-        pieces = [_tensor(each, kind, name, refuse) for each in own]
-        return _joined(pieces, _form_of(forms, name, refuse), kind, refuse)
+        pieces = [each.get(kind, {}).get(name) for each in own]
+        if not all(isinstance(piece, Tensor) for piece in pieces):
+            raise refuse(f"{entry_name(kind, name)} must be there for all shards")
+        parameter = _parameter(name, forms, len(pieces), refuse)
+        shape = parameter.shard_shape
+        for piece in pieces:
+            if piece.numel() != math.prod(shape):
+                raise refuse(
+                    f"a shard of {shown(kind)} must be of shape {list(shape)}, got "
+                    f"{list(piece.shape)}"
+                )
+        whole = parameter.whole([piece.reshape(shape) for piece in pieces])
+        return whole.reshape(-1) if kind in FOLDED_INTO else whole
 
     return _map_tensors(own[0], join)
-
-
-def _without_shards(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in state.items() if key != SHARDS}
-
-
-def _form_of(forms: Mapping[str, list[int]], name: str, refuse: Refuse) -> list[int]:
-    if name not in forms:
-        raise refuse(f"the form of parameter {shown(name)} must be in the state, got none")
-    return forms[name]
-
-
-def _tensor(own: Any, kind: str, name: str, refuse: Refuse) -> Tensor:
-    tensor = own.get(kind, {}).get(name)
-    if not isinstance(tensor, Tensor):
-        raise refuse(f"{entry_name(kind, name)} must be there for all shards")
-    return tensor
-
-
-def _joined(pieces: Sequence[Tensor], form: list[int], kind: str, refuse: Refuse) -> Tensor:
-    parameter = _parameter("", form, len(pieces))
-    shape = parameter.shard_shape
-    for piece in pieces:
-        if piece.numel() != math.prod(shape):
-            raise refuse(
-                f"a shard of {shown(kind)} must be of shape {list(shape)}, got {list(piece.shape)}"
-            )
-    whole = parameter.whole([piece.reshape(shape) for piece in pieces])
-    return whole.reshape(-1) if kind in FOLDED_INTO else whole
 
 
 def cut_states(
@@ -328,7 +299,7 @@ def cut_states(
             rank = replica * shards + shard
 
             def piece(kind: str, name: str, tensor: Tensor, shard: int = shard) -> Tensor:
-                parameter = _parameter(name, _form_of(forms, name, refuse), shards)
+                parameter = _parameter(name, forms, shards, refuse)
                 one = parameter.pieces(tensor.reshape(parameter.shape))[shard]
                 return one.reshape(-1) if kind in FOLDED_INTO else one
 

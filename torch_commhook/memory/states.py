@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torch_commhook import _C
 from torch_commhook.buckets.layout import BucketLayout
 from torch_commhook.codecs.base import write_saturated
+from torch_commhook.native.bucket_ops import span_of
 
 # ---- checks of untrusted values in a state. They raise only their own errors ---------------------
 
@@ -84,8 +85,9 @@ def check_tensor(
         raise refuse(f"{what} must be of shape {list(shape)}, got {list(value.shape)}")
     dtype = dtype or (torch.float32 if value.dtype.itemsize == 1 else value.dtype)
     try:
-        has_memory = _bytes_needed(value) <= value.untyped_storage().nbytes()
-        numbers = _numbers(value, dtype) if has_memory else value
+        last = value.storage_offset() + span_of(value) if value.numel() else 0
+        has_memory = last * value.element_size() <= value.untyped_storage().nbytes()
+        numbers = value.detach().to(dtype).resolve_conj().resolve_neg() if has_memory else value
         fits = not has_memory or not is_finite or bool(numbers.isfinite().all())
     except Exception as error:  # tensors of odd dtypes and classes may raise anything
         got = f"{_C.type_name(value)} of {value.dtype}"
@@ -95,19 +97,6 @@ def check_tensor(
     if not fits:
         raise refuse(f"{what} must hold finite numbers only")
     return numbers
-
-
-def _numbers(value: Tensor, dtype: torch.dtype) -> Tensor:
-    return value.detach().to(dtype).resolve_conj().resolve_neg()
-
-
-def _bytes_needed(tensor: Tensor) -> int:
-    """The smallest storage that contains all elements of a strided tensor, in bytes."""
-    if tensor.numel() == 0:
-        return 0
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    last = int(tensor.storage_offset()) + sum((size - 1) * stride for size, stride in sizes)
-    return (last + 1) * tensor.element_size()
 
 
 # ---- the form of HookHandle.state_dict(), and the checks of a state before it is loaded ----------
@@ -205,12 +194,7 @@ def checked_state(
             f"it has {shown(unknown[0])}, which no state of the attached hook has; attach a hook "
             "like the one that the state is of"
         )
-    check_common(state, "its ", load_error)
-    for names in state["buckets"]:
-        for name in names:
-            if name not in by_name:
-                got = shown(name)
-                raise load_error(f"its buckets must be lists of the model's parameters, got {got}")
+    check_common(state, "its ", load_error, by_name)
     folded = {kind for kind, into in FOLDED_INTO.items() if into in remembered.own}
     for kind in own:
         if kind not in remembered.own | remembered.shards | folded:
@@ -257,12 +241,9 @@ def _is_known(key: object, world_size: int) -> bool:
 def _entries(
     kinds: dict[Any, Any], wanted: Collection[Any], by_name: dict[str, Tensor]
 ) -> Iterator[tuple[str, str, Any, Tensor]]:
-    """The entries of a part of a state: kind, name, value, and the parameter.
+    """The entries of an unchecked part of a state: kind, name, value, and the parameter.
 
-    Args:
-        kinds: unchecked values by kind and name.
-        wanted: the kinds to return.
-        by_name: the model's parameters.
+    Other kinds than ``wanted`` are left out.
     """
     for kind, values in kinds.items():
         if kind not in wanted:
@@ -276,13 +257,16 @@ def _entries(
             yield kind, name, value, by_name[name]
 
 
-def check_common(state: dict[Any, Any], which: str, refuse: Refuse) -> None:
+def check_common(
+    state: dict[Any, Any], which: str, refuse: Refuse, known: Collection[str] | None = None
+) -> None:
     """Refuse a common part of another form.
 
     Args:
         state: a rank's state.
         which: prefix of the names of its entries in errors.
         refuse: makes an error from a text.
+        known: the names of the model's parameters, if it is known.
     """
     for key, kind in (("buckets", list), ("shared", dict), ("choices", dict), ("steps", int)):
         if not isinstance(state.get(key), kind):
@@ -291,13 +275,32 @@ def check_common(state: dict[Any, Any], which: str, refuse: Refuse) -> None:
     if type(state["steps"]) is not int or not 0 <= state["steps"] <= _MOST_STEPS:
         raise refuse(f"{which}steps must be a number of steps, got {shown(state['steps'])}")
     for names in state["buckets"]:
-        if not isinstance(names, list) or not names:
-            got = "an empty list" if isinstance(names, list) else shown(names)
+        got = "an empty list" if isinstance(names, list) else shown(names)
+        for name in names if isinstance(names, list) else ():
+            is_known = type(name) is str and (known is None or name in known)
+            got = "" if is_known else f"{shown(name)} in one"
+            if got:
+                break
+        if got:
             raise refuse(f"{which}buckets must be lists of the model's parameters, got {got}")
-        for name in names:
-            if type(name) is not str:
-                got = f"{shown(name)} in one"
-                raise refuse(f"{which}buckets must be lists of the model's parameters, got {got}")
+
+
+def check_by_kind(kinds: Any, what: str, wanted: type, refuse: Refuse) -> None:
+    """Refuse a part of a state that is not values of one type, by kind and parameter name."""
+
+    def check(is_right: bool, value: object, where: str) -> None:
+        if not is_right:
+            plural = {Tensor: "tensors", int: "numbers"}[wanted]
+            raise refuse(
+                f"{what} must be {plural} by kind and parameter, got {shown(value)}{where}"
+            )
+
+    check(isinstance(kinds, dict), kinds, "")
+    for kind, values in kinds.items():
+        check(type(kind) is str and isinstance(values, dict), values, f" for {shown(kind)}")
+        for name, value in values.items():
+            is_right = type(name) is str and isinstance(value, wanted)
+            check(is_right, value, f" for {entry_name(kind, name)}")
 
 
 def checked_position(state: dict[Any, Any], which: str, refuse: Refuse) -> dict[str, Any]:
@@ -316,12 +319,12 @@ def checked_position(state: dict[Any, Any], which: str, refuse: Refuse) -> dict[
         ValueError: it has no such position.
     """
     position = state[LOCAL_STEPS]
-    done = position.get("done") if isinstance(position, dict) else None
-    is_open = position.get("is_open") if isinstance(position, dict) else None
+    found = position if isinstance(position, dict) else {}
+    done, is_open = found.get("done"), found.get("is_open")
     if not _is_count(done) or type(is_open) is not bool:
-        got = shown(position)
-        if isinstance(position, dict):
-            got = f"done {shown(done)} and is_open {shown(is_open)}"
+        got = f"done {shown(done)} and is_open {shown(is_open)}"
+        if found is not position:
+            got = shown(position)
         raise refuse(
             f"{which}{LOCAL_STEPS} must be a number of steps, done, and a bool, is_open, got {got}"
         )
@@ -369,27 +372,33 @@ def load_error(what: str) -> ValueError:
 # ---- stores a hook's memory of each parameter, independent of the parameter's bucket -------------
 
 
-#: The attributes that are tables by parameter.
-_TABLES = ("_names", "_pieces", "_shared", "_loaded_shards", "_choices")
+_T = TypeVar("_T")
+
+#: The attributes that are tables by parameter and kind.
+_TABLES = ("pieces", "shared", "loaded_shards", "choices")
 
 
 class ParameterStore:
     """A hook's memory of a model's parameters, by parameter and kind.
 
-    It keeps no parameter alive.
+    It keeps no parameter alive. Its tables are by parameter, then by kind.
 
     Attributes:
+        pieces: a parameter's piece of its bucket's tensor; this rank's own.
+        shared: a parameter's own tensor, equal on all ranks, or None.
+        loaded_shards: loaded shards, before there are buckets: flat, one element for each of the
+            parameter's.
+        choices: the number that was chosen for the parameter's bucket.
         allowed_choices: by kind, the numbers that may be chosen for a bucket.
         deciding_choices: the kinds whose number decides on the hook's memory.
     """
 
     def __init__(self) -> None:
         self._names: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
-        # By parameter, then by kind; a piece belongs to a bucket's tensor.
-        self._pieces: MutableMapping[Tensor, dict[str, Tensor]] = WeakIdKeyDictionary()
-        self._shared: MutableMapping[Tensor, dict[str, Tensor | None]] = WeakIdKeyDictionary()
-        self._loaded_shards: MutableMapping[Tensor, dict[str, Tensor]] = WeakIdKeyDictionary()
-        self._choices: MutableMapping[Tensor, dict[str, int]] = WeakIdKeyDictionary()
+        self.pieces: MutableMapping[Tensor, dict[str, Tensor]] = WeakIdKeyDictionary()
+        self.shared: MutableMapping[Tensor, dict[str, Tensor | None]] = WeakIdKeyDictionary()
+        self.loaded_shards: MutableMapping[Tensor, dict[str, Tensor]] = WeakIdKeyDictionary()
+        self.choices: MutableMapping[Tensor, dict[str, int]] = WeakIdKeyDictionary()
         self.allowed_choices: dict[str, tuple[int, ...]] = {}
         self.deciding_choices: set[str] = set()
         self._placeholders: list[Tensor] = []  # for released parameters
@@ -425,7 +434,7 @@ class ParameterStore:
             id(p): torch.empty((), dtype=p.dtype, device=p.device).expand(p.shape)
             for p in self._names
         }
-        for table in _TABLES:
+        for table in ("_names", *_TABLES):
             kept = WeakIdKeyDictionary()
             for parameter, value in getattr(self, table).items():
                 kept[placeholders[id(parameter)]] = value
@@ -435,20 +444,16 @@ class ParameterStore:
 
     def replace_parameter(self, before: Tensor, now: Tensor) -> None:
         """Let another tensor have a parameter's memory from now on."""
-        for table in _TABLES:
+        for table in ("_names", *_TABLES):
             values = getattr(self, table)
             if before in values:
                 values[now] = values.pop(before)
 
     # ---- pieces of buckets' tensors, this rank's own ---------------------------------------------
 
-    def piece(self, parameter: Tensor, kind: str) -> Tensor | None:
-        """A parameter's piece of its bucket's tensor of a kind."""
-        return self._pieces.get(parameter, {}).get(kind)
-
     def move_piece(self, parameter: Tensor, kind: str, piece: Tensor) -> None:
         """Let ``piece`` be the parameter's piece from now on, with the earlier contents."""
-        pieces = self._pieces.setdefault(parameter, {})
+        pieces = self.pieces.setdefault(parameter, {})
         before = pieces.get(kind)
         if before is not None:
             write_saturated(piece, before)
@@ -460,69 +465,28 @@ class ParameterStore:
         """Add a shard's errors of a parameter to the parameter's error memory, if there is one.
 
         Args:
-            parameter: the parameter.
-            kind: the shard's kind.
             lost: the errors, flat, in a bucket's order.
             factor: the factor of ``lost``.
             begin: the parameter's element at which ``lost`` begins.
         """
-        piece = self.piece(parameter, FOLDED_INTO[kind])
+        piece = self.pieces.get(parameter, {}).get(FOLDED_INTO[kind])
         if piece is not None:
             flat = BucketLayout([parameter])._permute([piece])[0].view(-1)
             add_to_error(flat[begin : begin + len(lost)], lost, factor)
 
     def rescale_errors(self, factor: float) -> None:
         """Multiply all errors, except those in shards."""
-        for pieces in self._pieces.values():
+        for pieces in self.pieces.values():
             if ERROR in pieces:
                 multiply_error(pieces[ERROR], factor)
-        for loaded in self._loaded_shards.values():
+        for loaded in self.loaded_shards.values():
             for shard in loaded.values():
                 multiply_error(shard, factor)
-
-    # ---- tensors that are equal on all ranks -----------------------------------------------------
-
-    def shared(self, parameter: Tensor, kind: str) -> Tensor | None:
-        """The parameter's own tensor of a kind, or None."""
-        return self._shared.get(parameter, {}).get(kind)
-
-    def shared_or_made(
-        self, parameter: Tensor, kind: str, make: Callable[[], Tensor | None]
-    ) -> Tensor | None:
-        """The parameter's own tensor of a kind; created if there is none."""
-        tensors = self._shared.setdefault(parameter, {})
-        if kind not in tensors:
-            tensors[kind] = make()
-        return tensors[kind]
-
-    def set_shared(self, parameter: Tensor, kind: str, tensor: Tensor) -> None:
-        """Let ``tensor`` be the parameter's own of a kind from now on."""
-        self._shared.setdefault(parameter, {})[kind] = tensor
-
-    # ---- numbers that were chosen for buckets ----------------------------------------------------
-
-    def set_choice(self, parameter: Tensor, kind: str, value: int) -> None:
-        """Store a number that was chosen for a parameter's bucket."""
-        self._choices.setdefault(parameter, {})[kind] = value
-
-    def choice(self, parameter: Tensor, kind: str, default: int) -> int:
-        """A number that was chosen for a parameter's bucket."""
-        return self._choices.get(parameter, {}).get(kind, default)
-
-    # ---- shards of a state, before there are buckets ---------------------------------------------
-
-    def loaded_shard(self, parameter: Tensor, kind: str) -> Tensor | None:
-        """The loaded shards of a kind: flat, one element for each of the parameter's."""
-        return self._loaded_shards.get(parameter, {}).get(kind)
-
-    def pop_loaded_shard(self, parameter: Tensor, kind: str) -> Tensor | None:
-        """Return and remove :meth:`loaded_shard`."""
-        return self._loaded_shards.get(parameter, {}).pop(kind, None)
 
     def add_loaded_shards_to_errors(self, parameters: Sequence[Tensor], world_size: int) -> None:
         """Add loaded shards to the parameters' errors, if the hook has no such shards."""
         for parameter in parameters:
-            for kind, loaded in self._loaded_shards.pop(parameter, {}).items():
+            for kind, loaded in self.loaded_shards.pop(parameter, {}).items():
                 factor = 1 if kind == "node_error" else world_size
                 self.add_lost(parameter, kind, loaded, factor)
 
@@ -530,31 +494,16 @@ class ParameterStore:
 
     def kinds_of_pieces(self) -> set[str]:
         """The kinds of pieces that parameters have."""
-        return {kind for pieces in self._pieces.values() for kind in pieces}
+        return {kind for pieces in self.pieces.values() for kind in pieces}
 
-    def named_pieces(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Kind, parameter name, and piece."""
-        return self._named(self._pieces)
-
-    def named_shared(self) -> dict[str, dict[str, Tensor]]:
-        """The tensors that are equal on all ranks, by kind and parameter name."""
-        found: dict[str, dict[str, Tensor]] = {}
-        for kind, name, tensor in self._named(self._shared):
-            if tensor is not None:
-                found.setdefault(kind, {})[name] = tensor
-        return found
-
-    def named_choices(self) -> dict[str, dict[str, int]]:
-        """The chosen numbers, by kind and parameter name."""
-        found: dict[str, dict[str, int]] = {}
-        for kind, name, number in self._named(self._choices):
-            found.setdefault(kind, {})[name] = number
-        return found
-
-    def _named(self, table: Mapping[Tensor, dict[str, Any]]) -> Iterator[tuple[str, str, Any]]:
+    def by_name(self, table: Mapping[Tensor, Mapping[str, _T | None]]) -> dict[str, dict[str, _T]]:
+        """A table's values without None, by kind and parameter name."""
+        found: dict[str, dict[str, _T]] = {}
         for parameter, values in table.items():
             for kind, value in values.items():
-                yield kind, self._names[parameter], value
+                if value is not None:
+                    found.setdefault(kind, {})[self._names[parameter]] = value
+        return found
 
     def load_state(
         self,
@@ -562,32 +511,27 @@ class ParameterStore:
         shared: Mapping[str, Mapping[str, Tensor]],
         choices: Mapping[str, Mapping[str, int]],
     ) -> None:
-        """Replace the memory by copies of a state's tensors.
+        """Replace the memory by copies of a state's values, by kind and parameter name.
 
         Args:
-            own: this rank's pieces and shards, by kind and parameter name.
-            shared: tensors that are equal on all ranks, likewise.
-            choices: chosen numbers, likewise.
+            own: this rank's pieces and shards.
+            shared: tensors that are equal on all ranks.
+            choices: chosen numbers.
         """
         by_name = dict(self.named_parameters())
-        self._pieces = WeakIdKeyDictionary()
-        self._shared = WeakIdKeyDictionary()
-        self._loaded_shards = WeakIdKeyDictionary()
-        self._choices = WeakIdKeyDictionary()
+        for table in _TABLES:
+            setattr(self, table, WeakIdKeyDictionary())
         for kind, numbers in choices.items():
             for name, number in numbers.items():
-                self.set_choice(by_name[name], kind, number)
-        for kind, tensors in own.items():
-            table = self._loaded_shards if kind in FOLDED_INTO else self._pieces
-            for name, tensor in tensors.items():
-                parameter = by_name[name]
-                copied = tensor.detach().to(parameter.device, torch.float32, copy=True)
-                table.setdefault(parameter, {})[kind] = copied
-        for kind, tensors in shared.items():
-            for name, tensor in tensors.items():
-                parameter = by_name[name]
-                copied = tensor.detach().to(parameter.device, copy=True)
-                self.set_shared(parameter, kind, copied)
+                self.choices.setdefault(by_name[name], {})[kind] = number
+        for is_own, kinds in ((True, own), (False, shared)):
+            for kind, tensors in kinds.items():
+                own_table = self.loaded_shards if kind in FOLDED_INTO else self.pieces
+                values: MutableMapping[Tensor, Any] = own_table if is_own else self.shared
+                for name, tensor in tensors.items():
+                    parameter, dtype = by_name[name], torch.float32 if is_own else tensor.dtype
+                    copied = tensor.detach().to(parameter.device, dtype, copy=True)
+                    values.setdefault(parameter, {})[kind] = copied
 
 
 def multiply_error(error: Tensor, factor: float) -> None:

@@ -134,18 +134,8 @@ def keep_unsent(
     Raises:
         TypeError, ValueError: a tensor is of another kind, or the table does not fit.
     """
-    check_used("keep_unsent", used, table[::_ROW], "parameters in table")
-    _check_unsent(errors, results, gradients, table)
-    add_unsent_to_errors(errors, results, gradients, used, table)
-
-
-def _check_unsent(
-    errors: Sequence[Tensor],
-    results: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    table: Sequence[int],
-) -> None:
     op = "keep_unsent"
+    check_used(op, used, table[::_ROW], "parameters in table")
     for i, error in enumerate(errors):
         check_flat(op, f"errors[{i}]", error, (torch.float32, torch.bfloat16))
     for name, tensors in (("results", results), ("gradients", gradients)):
@@ -175,6 +165,7 @@ def _check_unsent(
                 f"elements, as many as its result has without gaps, its result, and its gradient "
                 f"of the same shape or {_NOTHING}, got {list(row)}"
             )
+    add_unsent_to_errors(errors, results, gradients, used, table)
 
 
 @keep_unsent.register_fake

@@ -207,11 +207,7 @@ class ScaleJumpDetector:
 
 
 class Replays:
-    """Counts the steps of a hook that CUDA graphs have run.
-
-    A replayed step runs no Python code. So the captured step adds 1 to a tensor on the device, and
-    the host reads it when needed.
-    """
+    """Counts the steps of a hook that CUDA graphs have run."""
 
     def __init__(self) -> None:
         self._device: torch.device | None = None
@@ -265,20 +261,14 @@ class Replays:
         return self._before + int(self._counter)
 
     def memory_loaded(self, before: object) -> None:
-        """Note that memory of another training was loaded; earlier replays do not belong to it.
-
-        Args:
-            before: the object with the old memory's tensors.
-        """
+        """As :meth:`memory_replaced`, by another training's memory: no earlier replay counts."""
         self.memory_replaced(before)
         self._stale = [(counter, int(counter), kept) for counter, _, kept in self._stale]
 
     def memory_replaced(self, before: object) -> None:
         """Note that the hook uses other tensors from now on: graphs must be captured again.
 
-        Args:
-            before: the object with the old tensors. Captured graphs may still be replayed, so these
-                tensors stay.
+        The object ``before``, which has the old tensors, stays: graphs may still be replayed.
         """
         if self._counter is None or not self._has_captured:
             return

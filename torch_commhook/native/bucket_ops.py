@@ -10,7 +10,7 @@ dispatcher, and see both kinds of calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,8 +39,7 @@ def check_dense(op: str, name: str, tensor: Tensor, dtypes: Sequence[torch.dtype
         TypeError: it has another layout or dtype, such as a quantized one.
         ValueError: its storage is smaller than its sizes need.
     """
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{op}: {name} must be dense (torch.strided), got layout {tensor.layout}")
+    _check_strided(op, name, tensor)
     if tensor.dtype not in dtypes:
         allowed = " or ".join(str(dtype) for dtype in dtypes)
         raise TypeError(f"{op}: {name} must be of dtype {allowed}, got {tensor.dtype}")
@@ -52,6 +51,11 @@ def check_dense(op: str, name: str, tensor: Tensor, dtypes: Sequence[torch.dtype
         raise ValueError(
             f"{op}: {name} must have a storage of {wanted} bytes or more, got one of {there}"
         )
+
+
+def _check_strided(op: str, name: str, tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{op}: {name} must be dense (torch.strided), got layout {tensor.layout}")
 
 
 def check_flat(
@@ -81,10 +85,8 @@ def check_used(op: str, used: Tensor, numbers: Sequence[int], name: str) -> list
     """The values of ``used``, a number for each parameter.
 
     Args:
-        op: the operator's name in errors.
         used: for each parameter, whether any rank has used it.
-        numbers: the numbers of parameters that are looked up.
-        name: the name of ``numbers`` in errors.
+        numbers: the numbers of parameters that are looked up; ``name`` is their name in errors.
 
     Raises:
         TypeError, ValueError: it has no value for one of the numbers.
@@ -139,12 +141,8 @@ def size_change(was: Tensor, now: Tensor) -> str:
 
 @torch.library.register_fake("commhook::check_hook_result")
 def _check_hook_result_fake(result: Tensor, value: Tensor, hook: str) -> None:
-    same_type = (
-        result.dtype == value.dtype
-        and result.layout == value.layout
-        and result.device == value.device
-    )
-    if not same_type:
+    kinds = [(each.dtype, each.layout, each.device) for each in (result, value)]
+    if kinds[0] != kinds[1]:
         raise RuntimeError(f"hook '{hook}' {type_change(value, result)}")
     if result.dim() != value.dim() or any(
         map(_surely_differ, result.shape, value.shape)  # the kernel checks uncertain sizes
@@ -191,10 +189,7 @@ def check_finite(tensors: Sequence[Tensor], count: Tensor) -> None:
 def _check_finite_fake(tensors: Sequence[Tensor], count: Tensor) -> None:
     if count.dtype is not torch.int64:
         raise TypeError(f"check_finite: count must be of dtype torch.int64, got {count.dtype}")
-    if count.layout is not torch.strided:
-        raise TypeError(
-            f"check_finite: count must be dense (torch.strided), got layout {count.layout}"
-        )
+    _check_strided("check_finite", "count", count)
     torch._check_value(
         count.numel() == 1,
         lambda: f"check_finite: count must hold one element, got {count.numel()}",
@@ -249,53 +244,38 @@ def cpu_capability(limit: str | None = None) -> str:
 # ---- checks that the fakes share -----------------------------------------------------------------
 
 
-def _check_type(condition: bool, message: Callable[[], str]) -> None:
-    if not condition:
-        raise TypeError(message())
-
-
 def _check_tensor(op: str, name: str, tensor: Tensor, beside: str, other: Tensor) -> None:
-    _check_type(
-        tensor.layout is torch.strided,
-        lambda: f"{op}: {name} must be dense (torch.strided), got layout {tensor.layout}",
-    )
-    _check_type(
-        tensor.dtype in BUCKET_DTYPES,
-        lambda: f"{op}: {name} must be of dtype {_DTYPE_NAMES}, got {tensor.dtype}",
-    )
-    torch._check_value(
-        tensor.device == other.device,
-        lambda: (
+    _check_strided(op, name, tensor)
+    if tensor.dtype not in BUCKET_DTYPES:
+        raise TypeError(f"{op}: {name} must be of dtype {_DTYPE_NAMES}, got {tensor.dtype}")
+    if tensor.device != other.device:
+        raise ValueError(
             f"{op}: {name} must be on the device of {beside}, {other.device}, got {tensor.device}"
-        ),
-    )
-
-
-def _total_numel(tensors: Sequence[Tensor]) -> int:
-    total = 0
-    for tensor in tensors:
-        total = total + tensor.numel()
-    return total
+        )
 
 
 def check_tensors(op: str, tensors: Sequence[Tensor]) -> int:
     """Refuse tensors that the operators on buckets do not support; returns their elements."""
-    torch._check_value(
-        len(tensors) > 0, lambda: f"{op}: tensors must hold at least one tensor, got none"
-    )
+    if not tensors:
+        raise ValueError(f"{op}: tensors must hold at least one tensor, got none")
     for i, tensor in enumerate(tensors):
         _check_tensor(op, f"tensors[{i}]", tensor, "tensors[0]", tensors[0])
-    return _total_numel(tensors)
+    return sum(tensor.numel() for tensor in tensors)
 
 
-def _check_length(
-    op: str, name: str, buffer: Tensor, others: str, tensors: Sequence[Tensor]
+def _check_buffer(
+    op: str, name: str, buffer: Tensor, others: str, tensors: Sequence[Tensor], like: str = ""
 ) -> None:
-    total = _total_numel(tensors)
+    """Refuse a buffer that has no place for each element of the tensors, or unsupported tensors."""
+    _check_tensor(op, name, buffer, name, buffer)
+    for i, tensor in enumerate(tensors):
+        _check_tensor(op, f"{others}[{i}]", tensor, name, buffer)
+    total = sum(tensor.numel() for tensor in tensors)
     torch._check_value(
         buffer.numel() == total,
         lambda: (
-            f"{op}: {name} must hold {total} elements, as many as {others}, got {buffer.numel()}"
+            f"{op}: {name} must hold {total} elements, as many as {like or others}, "
+            f"got {buffer.numel()}"
         ),
     )
     torch._check_value(
@@ -312,15 +292,13 @@ def _empty_buffer(op: str, tensors: Sequence[Tensor], dtype: torch.dtype | None)
     if dtype is None:
         dtype = tensors[0].dtype
         for i, tensor in enumerate(tensors):
-            _check_type(
-                tensor.dtype == dtype,
-                lambda i=i, tensor=tensor: (
-                    f"{op}: dtype must be given if the tensors have "  # type: ignore[misc]
-                    f"different dtypes, got none for tensors[0] of {dtype} and tensors[{i}] "
-                    f"of {tensor.dtype}"
-                ),
-            )
-    _check_type(dtype in BUCKET_DTYPES, lambda: f"{op}: dtype must be {_DTYPE_NAMES}, got {dtype}")
+            if tensor.dtype != dtype:
+                raise TypeError(
+                    f"{op}: dtype must be given if the tensors have different dtypes, got none for "
+                    f"tensors[0] of {dtype} and tensors[{i}] of {tensor.dtype}"
+                )
+    if dtype not in BUCKET_DTYPES:
+        raise TypeError(f"{op}: dtype must be {_DTYPE_NAMES}, got {dtype}")
     return tensors[0].new_empty((numel,), dtype=dtype)
 
 
@@ -382,10 +360,7 @@ def _flatten_fake(
 
 @torch.library.register_fake("commhook::flatten.out")
 def _flatten_out_fake(tensors: Sequence[Tensor], *, scale: float = 1.0, out: Tensor) -> Tensor:
-    _check_tensor("flatten", "out", out, "out", out)
-    for i, tensor in enumerate(tensors):
-        _check_tensor("flatten", f"tensors[{i}]", tensor, "out", out)
-    _check_length("flatten", "out", out, "the tensors", tensors)
+    _check_buffer("flatten", "out", out, "tensors", tensors, like="the tensors")
     return out
 
 
@@ -431,11 +406,8 @@ def _flatten_stats_fake(
     tensors: Sequence[Tensor], *, scale: float = 1.0, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     buffer = _empty_buffer("flatten_stats", tensors, dtype)
-    return (
-        buffer,
-        buffer.new_empty((), dtype=torch.float64),
-        buffer.new_empty((), dtype=torch.int64),
-    )
+    squares, count = (buffer.new_empty((), dtype=each) for each in (torch.float64, torch.int64))
+    return buffer, squares, count
 
 
 # ---- unflatten -----------------------------------------------------------------------------------
@@ -461,16 +433,9 @@ def unflatten(buffer: Tensor, like: Sequence[Tensor], *, scale: float = 1.0) -> 
     return tensors
 
 
-def _check_unflatten(op: str, argument: str, buffer: Tensor, tensors: Sequence[Tensor]) -> None:
-    _check_tensor(op, "buffer", buffer, "buffer", buffer)
-    for i, tensor in enumerate(tensors):
-        _check_tensor(op, f"{argument}[{i}]", tensor, "buffer", buffer)
-    _check_length(op, "buffer", buffer, argument, tensors)
-
-
 @torch.library.register_fake("commhook::unflatten")
 def _unflatten_fake(buffer: Tensor, like: Sequence[Tensor], *, scale: float = 1.0) -> list[Tensor]:
-    _check_unflatten("unflatten", "like", buffer, like)
+    _check_buffer("unflatten", "buffer", buffer, "like", like)
     return [torch.empty_like(tensor) for tensor in like]
 
 
@@ -503,4 +468,4 @@ def unflatten_into(buffer: Tensor, tensors: Sequence[Tensor], *, scale: float = 
 
 @torch.library.register_fake("commhook::unflatten_into")
 def _unflatten_into_fake(buffer: Tensor, tensors: Sequence[Tensor], *, scale: float = 1.0) -> None:
-    _check_unflatten("unflatten_into", "tensors", buffer, tensors)
+    _check_buffer("unflatten_into", "buffer", buffer, "tensors", tensors)

@@ -12,8 +12,6 @@ from torch_commhook.native.stamp import (
     release,
 )
 
-_LIBRARY_FOLDER = LIBRARY_FOLDER
-
 
 class NativeLibraryError(ImportError):
     """A native library of torch_commhook is missing, or was built for another torch or Python.
@@ -42,10 +40,10 @@ def load_ops() -> None:
     Raises:
         NativeLibraryError: the library is not there, does not load, or is of another torch.
     """
-    library = operator_library(_LIBRARY_FOLDER)
+    library = operator_library(LIBRARY_FOLDER)
     if library is None:
         raise NativeLibraryError(
-            f"torch_commhook's operator library is not in {_LIBRARY_FOLDER}. "
+            f"torch_commhook's operator library is not in {LIBRARY_FOLDER}. "
             f"Build it for the installed torch {torch.__version__}: {HOW_TO_BUILD}"
         )
     built_for = read_built_for(library)

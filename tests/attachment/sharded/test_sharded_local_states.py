@@ -283,11 +283,14 @@ def test_fewer_replicas_go_on_from_their_mean() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: state.update(shared1=3), "replicas must be a dict, got 3"),
-        (lambda state: state.update(shared1={"local_sgd_anchor": 3}), "dict by parameter"),
+        (lambda state: state.update(shared1=3), "must be tensors by kind and parameter, got 3$"),
+        (
+            lambda state: state.update(shared1={"local_sgd_anchor": 3}),
+            "must be tensors by kind and parameter, got 3 for 'local_sgd_anchor'$",
+        ),
         (
             lambda state: state["shared1"]["local_sgd_anchor"].update({"0.weight": 3}),
-            "must be a tensor, got 3",
+            "got 3 for 'local_sgd_anchor' of parameter '0.weight'",
         ),
         (
             lambda state: state["shared1"]["local_sgd_anchor"].pop("0.weight"),
