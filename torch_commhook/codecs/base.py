@@ -399,15 +399,17 @@ class Codec(ABC):
         """Whether :meth:`encode` rounds this error at random, if it gets ``rounding``."""
         return False
 
-    def _given(self, method: str, rounding: Tensor | None) -> Tensor:
-        """The seed and step of random numbers.
+    def _drawn_from(self, method: str, rounding: Tensor | None) -> dict[str, Tensor]:
+        """The argument ``rounding`` of operators that draw random numbers.
 
         Raises:
-            ValueError: the caller did not give them.
+            ValueError: the caller did not give seed and step.
         """
+        if not self.is_random:
+            return {}
         if rounding is None:
             raise ValueError(f"{self}.{method}: rounding must be given, [seed, step], got None")
-        return rounding
+        return {"rounding": rounding}
 
     def nbytes(self, numel: int, shards: int = 1) -> int:
         """Return the number of bytes of a message of ``numel`` values."""
