@@ -1,7 +1,8 @@
 """Codecs that send values in blocks: ``blockwise``, ``fp8`` and ``sign``.
 
-The base has the form of a message, the methods, and the operators' fakes. In C++:
-``csrc/ops/codecs/block_codec.h``.
+The base has the form of a message, the methods, and the operators' fakes. In C++, in
+``csrc/ops/codecs``: ``block_codec.h``; and for each codec its operators (``<name>.cpp``), CPU
+kernels (``<name>_kernels.inl``) and arithmetic (``blockwise_math.h``, ``fp8_math.h``).
 """
 
 from __future__ import annotations
@@ -389,9 +390,6 @@ def _known_bytes(
 
 
 # ---- block quantisation: integers of 8, 4 or 2 bits, with a step for each block ------------------
-#
-# ``csrc/ops/codecs`` has the operators (``blockwise.cpp``), the arithmetic (``blockwise_math.h``)
-# and the CPU kernels (``blockwise_kernels.inl``).
 
 
 def _blockwise_form(op: str, *, bits: int, block_size: int, symmetric: bool) -> BlockForm:
@@ -495,9 +493,6 @@ class blockwise(BlockCodec):  # noqa: N801 (a codec is written as it is called)
 
 
 # ---- 8-bit floats, with a scale for each block of values -----------------------------------------
-#
-# ``csrc/ops/codecs`` has the operators (``fp8.cpp``), the arithmetic (``fp8_math.h``) and the CPU
-# kernels (``fp8_kernels.inl``).
 
 
 def _fp8_form(op: str, *, format: str, block_size: int) -> BlockForm:
@@ -557,8 +552,6 @@ class fp8(BlockCodec):  # noqa: N801 (a codec is written as it is called)
 
 
 # ---- signs: a bit for each value, with the mean magnitude of each block of values ----------------
-#
-# ``csrc/ops/codecs`` has the operators (``sign.cpp``) and the CPU kernels (``sign_kernels.inl``).
 
 
 def _sign_form(op: str, *, block_size: int) -> BlockForm:

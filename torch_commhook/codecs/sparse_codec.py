@@ -1,4 +1,9 @@
-"""Codecs that send some of the values, in one shard: ``topk``, ``chunk_topk`` and ``randomk``."""
+"""Codecs that send some of the values, in one shard: ``topk``, ``chunk_topk`` and ``randomk``.
+
+In C++, in ``csrc/ops/codecs``: for each its operators (``<name>.cpp``), the CPU implementation
+(``<name>_cpu.cpp``) and its kernels (``<name>_kernels.inl``); ``chunk_topk_math.h`` has the form of
+a message and its levels, ``randomk_math.h`` the choice of places.
+"""
 
 from __future__ import annotations
 
@@ -197,11 +202,8 @@ class OneShardCodec(Codec):
 class SparseCodec(OneShardCodec):
     """A codec that sends k of d values: ``k = ceil(density * d)``, at least 1.
 
-    Args:
-        name: the codec's name.
-        density: the fraction of values that are sent, in (0, 1]. Replaced by the nearest fraction
-            with a denominator of at most 10^9, so that a hundredth of 700 is 7.
-        bytes_of_entry: the number of bytes of a sent value.
+    ``density`` is replaced by the nearest fraction with a denominator of at most 10^9, so that a
+    hundredth of 700 is 7. A sent value has ``bytes_of_entry`` bytes.
     """
 
     def __init__(self, name: str, density: float, bytes_of_entry: int) -> None:
@@ -230,9 +232,6 @@ class SparseCodec(OneShardCodec):
 
 
 # ---- the values of largest magnitude, with their indices -----------------------------------------
-#
-# ``csrc/ops/codecs`` has the operators (``topk.cpp``), the CPU implementation (``topk_cpu.cpp``)
-# and its kernels (``topk_kernels.inl``).
 
 
 _TOPK_BYTES = 8
@@ -285,10 +284,6 @@ class topk(SparseCodec):  # noqa: N801 (a codec is written as it is called)
 
 
 # ---- the largest values of each chunk, in few bits -----------------------------------------------
-#
-# ``csrc/ops/codecs`` has the form of a message and its levels (``chunk_topk_math.h``), the
-# operators (``chunk_topk.cpp``), their CPU implementation (``chunk_topk_cpu.cpp``) and its kernels
-# (``chunk_topk_kernels.inl``).
 
 
 _CHUNKS = tuple(1 << power for power in range(6, 13))
@@ -422,10 +417,6 @@ class chunk_topk(OneShardCodec):  # noqa: N801 (a codec is written as it is call
 
 
 # ---- values at random places that are the same on all ranks, without indices ---------------------
-#
-# ``csrc/ops/codecs`` has the operators (``randomk.cpp``), the choice of places
-# (``randomk_math.h``), the CPU implementation (``randomk_cpu.cpp``) and its kernels
-# (``randomk_kernels.inl``).
 
 
 _RANDOMK_BYTES = 4
