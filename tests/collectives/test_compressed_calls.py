@@ -27,9 +27,9 @@ from torch_commhook.collectives import (
     compressed_reduce_scatter,
 )
 from torch_commhook.collectives.compressed_call import (
+    MessageError,
     _places,
     _values_at,
-    begin_measuring,
     shard_range,
 )
 from torch_commhook.metrics import CallMeter
@@ -294,10 +294,9 @@ def _measured(codec: Codec, values: Tensor, error: Tensor | None) -> tuple[float
     """What a meter finds, and what was lost in truth."""
     meter = CallMeter()
     wanted = values.double() + (0 if error is None else error.double())
-    measured = begin_measuring(meter, [values[:1000], values[1000:]], error)
+    measured = MessageError([values[:1000], values[1000:]], error)
     message = torch.empty(codec.nbytes(values.numel()), dtype=torch.uint8)
     codec.encode([values], message, error=error)
-    assert measured is not None
     measured.note(meter, codec, error, None)
     restored = torch.empty_like(values)
     codec.decode(message, [restored])
@@ -348,8 +347,6 @@ def test_values_of_several_tensors() -> None:
 
 def test_only_what_is_due_is_measured() -> None:
     meter = CallMeter()
-    values = [torch.ones(10)]
-    assert begin_measuring(None, values, None) is None
-    due = [begin_measuring(meter, values, None) is not None for _ in range(201)]
+    due = [meter.is_due() for _ in range(201)]
     assert [number for number, is_due in enumerate(due) if is_due] == [0, 100, 200]
     assert math.isclose(sum(due), 3)

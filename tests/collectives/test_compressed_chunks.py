@@ -39,8 +39,8 @@ from torch import Tensor, nn
 from torch_commhook import GradBucket, attach
 from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.collectives import compressed_all_gather, compressed_reduce_scatter
+from torch_commhook.collectives.compressed import chunk_sizes
 from torch_commhook.collectives.compressed_call import MessageBuffers
-from torch_commhook.collectives.compressed_chunks import chunk_sizes
 from torch_commhook.testing import run_ranks
 
 BLOCKWISE = CODECS["blockwise"]()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import torch_commhook
 from torch_commhook import GradBucket, HookHandle, attach, codecs, hooks, metrics, reshard_states
 from torch_commhook.collectives.compressed import compressed_all_reduce
-from torch_commhook.collectives.compressed_call import MessageBuffers, begin_measuring
+from torch_commhook.collectives.compressed_call import MessageBuffers, MessageError
 from torch_commhook.native import bucket_ops
 from torch_commhook.testing import run_ranks
 
@@ -122,8 +122,7 @@ def _through(codec: Any, values: Tensor) -> list[Tensor]:
     message = torch.empty(codec.nbytes(1000), dtype=torch.uint8)
     error = torch.zeros(1000, dtype=torch.float32) if codec.takes_error else None
     meter = metrics.CallMeter()
-    measured = begin_measuring(meter, [values], error)
-    assert measured is not None
+    measured = MessageError([values], error)
     codec.encode([values], message, error=error, rounding=rounding)
     measured.note(meter, codec, error, rounding)
     total = torch.empty(1000, dtype=torch.float32)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.codecs.block_codec import BlockCodec
 from torch_commhook.codecs.sparse_codec import OneShardCodec, SparseCodec
-from torch_commhook.collectives.compressed_chunks import chunk_sizes
+from torch_commhook.collectives.compressed import chunk_sizes
 from torch_commhook.metrics import WireMeter, counting
 from torch_commhook.process_group import CompressedProcessGroup, RecordingProcessGroup
 

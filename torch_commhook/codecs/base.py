@@ -92,16 +92,9 @@ def check_failed(op: str, failed: Tensor | None) -> None:
 
 
 def check_setting(codec: str, name: str, value: object, kind: str) -> None:
-    """Refuse a codec's setting of the wrong type.
+    """Raise a TypeError if a codec's setting is of another kind. A bool is no number.
 
-    Args:
-        codec: the codec's name.
-        name: the setting's name.
-        value: the setting.
-        kind: ``"an int"``, ``"a number"``, ``"a bool"`` or ``"a str"``.
-
-    Raises:
-        TypeError: the value is of another kind. A bool is no number.
+    ``kind`` is ``"an int"``, ``"a number"``, ``"a bool"`` or ``"a str"``.
     """
     types: dict[str, tuple[type, ...]] = {
         "an int": (int,),
@@ -298,9 +291,7 @@ class Codec(ABC):
         Raises:
             TypeError, ValueError, RuntimeError: as :meth:`encode`.
         """
-        counts = self._checked_sizes("encode_chunks", sizes, tensors)
-        nbytes = [part.nbytes for part in self.chunks(counts)]
-        self._check_bytes("encode_chunks", message, sum(nbytes))
+        counts, nbytes = self._checked_chunks("encode_chunks", sizes, tensors, message)
         if len(tensors) == 1 and tensors[0].layout is torch.strided:
             values = tensors[0].reshape(-1)
         else:
@@ -330,32 +321,30 @@ class Codec(ABC):
         Raises:
             TypeError, ValueError, RuntimeError: as :meth:`encode`.
         """
-        counts = self._checked_sizes("decode_chunks", sizes, tensors)
-        nbytes = [part.nbytes for part in self.chunks(counts)]
-        self._check_bytes("decode_chunks", message, sum(nbytes))
+        counts, nbytes = self._checked_chunks("decode_chunks", sizes, tensors, message)
         values = torch.empty(sum(counts), dtype=torch.float32, device=message.device)
         for own, part in zip(values.split(counts), message.split(nbytes), strict=True):
             if own.numel():
                 self.decode(part, [own], rounding=rounding)
         unflatten_into(values, tensors)
 
-    def _checked_sizes(
-        self, method: str, sizes: Sequence[int], tensors: Sequence[Tensor]
-    ) -> list[int]:
+    def _checked_chunks(
+        self, method: str, sizes: Sequence[int], tensors: Sequence[Tensor], message: Tensor
+    ) -> tuple[list[int], list[int]]:
+        """The number of values of each chunk, and of the bytes of its message."""
         counts, numel = list(sizes), sum(tensor.numel() for tensor in tensors)
         if not counts or any(count < 0 for count in counts) or sum(counts) != numel:
             raise ValueError(
                 f"{self}.{method}: sizes must be numbers of at least 0 that add up to the tensors' "
                 f"{numel} values, got {counts}"
             )
-        return counts
-
-    def _check_bytes(self, method: str, message: Tensor, nbytes: int) -> None:
-        if message.shape != (nbytes,):
+        nbytes = [part.nbytes for part in self.chunks(counts)]
+        if message.shape != (sum(nbytes),):
             raise ValueError(
-                f"{self}.{method}: message must be flat and hold {nbytes} bytes, got sizes "
+                f"{self}.{method}: message must be flat and hold {sum(nbytes)} bytes, got sizes "
                 f"{list(message.shape)}"
             )
+        return counts, nbytes
 
     def reduce(
         self,
@@ -399,15 +388,17 @@ class Codec(ABC):
         """Whether :meth:`encode` rounds this error at random, if it gets ``rounding``."""
         return False
 
-    def _given(self, method: str, rounding: Tensor | None) -> Tensor:
-        """The seed and step of random numbers.
+    def _drawn_from(self, method: str, rounding: Tensor | None) -> dict[str, Tensor]:
+        """The argument ``rounding`` of operators that draw random numbers.
 
         Raises:
-            ValueError: the caller did not give them.
+            ValueError: the caller did not give seed and step.
         """
+        if not self.is_random:
+            return {}
         if rounding is None:
             raise ValueError(f"{self}.{method}: rounding must be given, [seed, step], got None")
-        return rounding
+        return {"rounding": rounding}
 
     def nbytes(self, numel: int, shards: int = 1) -> int:
         """Return the number of bytes of a message of ``numel`` values."""

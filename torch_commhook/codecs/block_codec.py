@@ -1,7 +1,8 @@
 """Codecs that send values in blocks: ``blockwise``, ``fp8`` and ``sign``.
 
-The base has the form of a message, the methods, and the operators' fakes. In C++:
-``csrc/ops/codecs/block_codec.h``.
+The base has the form of a message, the methods, and the operators' fakes. In C++, in
+``csrc/ops/codecs``: ``block_codec.h``; and for each codec its operators (``<name>.cpp``), CPU
+kernels (``<name>_kernels.inl``) and arithmetic (``blockwise_math.h``, ``fp8_math.h``).
 """
 
 from __future__ import annotations
@@ -183,10 +184,6 @@ class BlockCodec(Codec):
         operator = getattr(getattr(torch.ops, self._library), f"{self._name}_{method}")
         operator(*arguments, **more, **self._settings)
 
-    def _drawn_from(self, method: str, rounding: Tensor | None) -> dict[str, Tensor]:
-        """The argument ``rounding``, for operators that have it."""
-        return {"rounding": self._given(method, rounding)} if self.is_random else {}
-
     def shards(self, numel: int, shards: int = 1) -> list[Shard]:
         return self._form.shards(self._name, numel, shards)
 
@@ -306,102 +303,73 @@ def register_fakes(name: str, form_of: Callable[..., BlockForm]) -> None:
             name in errors, and returns the form of its messages.
     """
 
-    @torch.library.register_fake(f"commhook::{name}_encode")
-    def encode(
-        tensors: Sequence[Tensor],
-        message: Tensor,
-        *,
-        shards: int = 1,
-        sizes: Sequence[int] | None = None,
-        scale: float = 1.0,
-        error: Tensor | None = None,
-        rounding: Tensor | None = None,
-        **settings: Any,
-    ) -> None:
-        op = f"{name}_encode"
-        form = form_of(op, **settings)
-        numel = _check_coded(op, form, tensors, message, shards, sizes)
-        check_memory(op, error, rounding, numel)
+    def register(op: str, check: Callable[..., int]) -> None:
+        @torch.library.register_fake(f"commhook::{op}")
+        def fake(
+            *arguments: Any,
+            scale: float = 1.0,
+            error: Tensor | None = None,
+            rounding: Tensor | None = None,
+            failed: Tensor | None = None,
+            **more: Any,
+        ) -> None:
+            parts = {key: more.pop(key) for key in ("shards", "sizes") if key in more}
+            numel = check(op, form_of(op, **more), *arguments, **parts)
+            check_memory(op, error, rounding, numel)
+            check_failed(op, failed)
 
-    @torch.library.register_fake(f"commhook::{name}_decode")
-    def decode(
-        message: Tensor,
-        tensors: Sequence[Tensor],
-        *,
-        shards: int = 1,
-        sizes: Sequence[int] | None = None,
-        **settings: Any,
-    ) -> None:
-        op = f"{name}_decode"
-        form = form_of(op, **settings)
-        _check_coded(op, form, tensors, message, shards, sizes)
-
-    @torch.library.register_fake(f"commhook::{name}_decode_sum")
-    def decode_sum(
-        messages: Tensor, tensors: Sequence[Tensor], *, scale: float = 1.0, **settings: Any
-    ) -> None:
-        op = f"{name}_decode_sum"
-        form = form_of(op, **settings)
-        _check_rows(op, messages, _known_bytes(form, check_tensors(op, tensors)))
-
-    _register_reductions(name, form_of)
+    register(f"{name}_encode", _check_encode)
+    register(f"{name}_decode", _check_decode)
+    register(f"{name}_decode_sum", _check_decode_sum)
+    register(f"{name}_reduce", _check_reduce)
+    register(f"{name}_reduce_shards", _check_reduce_shards)
 
 
-def _register_reductions(name: str, form_of: Callable[..., BlockForm]) -> None:
-    @torch.library.register_fake(f"commhook::{name}_reduce")
-    def reduce(
-        messages: Tensor,
-        message: Tensor,
-        numel: int,
-        *,
-        scale: float = 1.0,
-        error: Tensor | None = None,
-        rounding: Tensor | None = None,
-        **settings: Any,
-    ) -> None:
-        op = f"{name}_reduce"
-        form = form_of(op, **settings)
-        known = _known_bytes(form, numel)
-        _check_rows(op, messages, known)
-        check_message(op, "message", message, known)
-        check_memory(op, error, rounding, numel)
-
-    @torch.library.register_fake(f"commhook::{name}_reduce_shards")
-    def reduce_shards(
-        messages: Sequence[Tensor],
-        message: Tensor,
-        numel: int,
-        *,
-        scale: float = 1.0,
-        error: Tensor | None = None,
-        rounding: Tensor | None = None,
-        failed: Tensor | None = None,
-        **settings: Any,
-    ) -> None:
-        op = f"{name}_reduce_shards"
-        form = form_of(op, **settings)
-        check_ranks(op, "messages", len(messages), 1)
-        known = _known_bytes(form, numel)
-        check_message(op, "message", message, known)
-        for i, each in enumerate(messages):
-            check_message(op, f"messages[{i}]", each, known)
-        check_memory(op, error, rounding, numel)
-        check_failed(op, failed)
+# Each checks an operator's tensors, and returns the number of values.
 
 
-def _check_coded(
+def _check_encode(
     op: str,
     form: BlockForm,
     tensors: Sequence[Tensor],
     message: Tensor,
-    shards: int,
-    sizes: Sequence[int] | None,
+    shards: int = 1,
+    sizes: Sequence[int] | None = None,
 ) -> int:
-    """Check the values and the message of a call that encodes or decodes; returns their number."""
     _check_shards(op, shards)
     numel = check_tensors(op, tensors)
     _check_sizes(op, shards, sizes, numel)
     check_message(op, "message", message, _known_bytes(form, numel, shards, sizes))
+    return numel
+
+
+def _check_decode(
+    op: str, form: BlockForm, message: Tensor, tensors: Sequence[Tensor], **parts: Any
+) -> int:
+    return _check_encode(op, form, tensors, message, **parts)
+
+
+def _check_decode_sum(op: str, form: BlockForm, messages: Tensor, tensors: Sequence[Tensor]) -> int:
+    numel = check_tensors(op, tensors)
+    _check_rows(op, messages, _known_bytes(form, numel))
+    return numel
+
+
+def _check_reduce(op: str, form: BlockForm, messages: Tensor, message: Tensor, numel: int) -> int:
+    known = _known_bytes(form, numel)
+    _check_rows(op, messages, known)
+    check_message(op, "message", message, known)
+    return numel
+
+
+def _check_reduce_shards(
+    op: str, form: BlockForm, messages: Sequence[Tensor], message: Tensor, numel: int
+) -> int:
+    check_ranks(op, "messages", len(messages), 1)
+    known = _known_bytes(form, numel)
+    check_message(op, "message", message, known)
+    for i, each in enumerate(messages):
+        check_message(op, f"messages[{i}]", each, known)
     return numel
 
 
@@ -422,9 +390,6 @@ def _known_bytes(
 
 
 # ---- block quantisation: integers of 8, 4 or 2 bits, with a step for each block ------------------
-#
-# ``csrc/ops/codecs`` has the operators (``blockwise.cpp``), the arithmetic (``blockwise_math.h``)
-# and the CPU kernels (``blockwise_kernels.inl``).
 
 
 def _blockwise_form(op: str, *, bits: int, block_size: int, symmetric: bool) -> BlockForm:
@@ -528,9 +493,6 @@ class blockwise(BlockCodec):  # noqa: N801 (a codec is written as it is called)
 
 
 # ---- 8-bit floats, with a scale for each block of values -----------------------------------------
-#
-# ``csrc/ops/codecs`` has the operators (``fp8.cpp``), the arithmetic (``fp8_math.h``) and the CPU
-# kernels (``fp8_kernels.inl``).
 
 
 def _fp8_form(op: str, *, format: str, block_size: int) -> BlockForm:
@@ -590,8 +552,6 @@ class fp8(BlockCodec):  # noqa: N801 (a codec is written as it is called)
 
 
 # ---- signs: a bit for each value, with the mean magnitude of each block of values ----------------
-#
-# ``csrc/ops/codecs`` has the operators (``sign.cpp``) and the CPU kernels (``sign_kernels.inl``).
 
 
 def _sign_form(op: str, *, block_size: int) -> BlockForm:

@@ -1,4 +1,9 @@
-"""Codecs that send some of the values, in one shard: ``topk``, ``chunk_topk`` and ``randomk``."""
+"""Codecs that send some of the values, in one shard: ``topk``, ``chunk_topk`` and ``randomk``.
+
+In C++, in ``csrc/ops/codecs``: for each its operators (``<name>.cpp``), the CPU implementation
+(``<name>_cpu.cpp``) and its kernels (``<name>_kernels.inl``); ``chunk_topk_math.h`` has the form of
+a message and its levels, ``randomk_math.h`` the choice of places.
+"""
 
 from __future__ import annotations
 
@@ -108,9 +113,15 @@ def check_numel(name: str, numel: int) -> None:
 
 
 class OneShardCodec(Codec):
-    """A codec that sends some of the values in one shard: ranks add up whole messages."""
+    """A codec that sends some of the values in one shard: ranks add up whole messages.
 
+    ``<name>_encode``, ``<name>_decode`` and ``<name>_decode_sum`` also take the codec's settings.
+    """
+
+    exchange = "all_gather"
     error_dtypes = ERROR_DTYPES
+    _name: str
+    _settings: dict[str, Any]
 
     def rounds_error_at_random(self, error: Tensor | None) -> bool:
         # Most values wait for many steps, while their errors grow by less than the last bit.
@@ -122,6 +133,48 @@ class OneShardCodec(Codec):
                 f"{self}: shards must be 1, since ranks add up whole messages "
                 f"({self.exchange}), got {shards}"
             )
+
+    def _call(self, method: str, *arguments: Any, **more: Any) -> None:
+        getattr(torch.ops.commhook, f"{self._name}_{method}")(*arguments, **self._settings, **more)
+
+    def encode(
+        self,
+        tensors: Sequence[Tensor],
+        message: Tensor,
+        *,
+        shards: int = 1,
+        scale: float = 1.0,
+        error: Tensor | None = None,
+        rounding: Tensor | None = None,
+    ) -> None:
+        self._check_shards(shards)
+        self._drawn_from("encode", rounding)
+        if error is not None and not self.takes_error:
+            raise ValueError(
+                f"{self}.encode: error must be None for an unbiased codec, got a tensor"
+            )
+        self._call("encode", tensors, message, scale=scale, error=error, rounding=rounding)
+
+    def decode(
+        self,
+        message: Tensor,
+        tensors: Sequence[Tensor],
+        *,
+        shards: int = 1,
+        rounding: Tensor | None = None,
+    ) -> None:
+        self._check_shards(shards)
+        self._call("decode", message, tensors, **self._drawn_from("decode", rounding))
+
+    def decode_sum(
+        self,
+        messages: Tensor,
+        tensors: Sequence[Tensor],
+        *,
+        scale: float = 1.0,
+        rounding: Tensor | None = None,
+    ) -> None:
+        self._call("decode_sum", messages, tensors, scale=scale)
 
     def reduce(
         self,
@@ -142,63 +195,15 @@ class OneShardCodec(Codec):
             f"{self}.reduce: exchange must be 'all_to_all', got {self.exchange!r}; see decode_sum"
         )
 
-
-class GatheredCodec(OneShardCodec):
-    """A codec whose messages all ranks gather, through three operators.
-
-    ``<name>_encode``, ``<name>_decode`` and ``<name>_decode_sum`` also take the codec's settings.
-    """
-
-    exchange = "all_gather"
-    _name: str
-    _settings: dict[str, Any]
-
-    def _call(self, method: str, *arguments: Any, **more: Any) -> None:
-        getattr(torch.ops.commhook, f"{self._name}_{method}")(*arguments, **self._settings, **more)
-
-    def encode(
-        self,
-        tensors: Sequence[Tensor],
-        message: Tensor,
-        *,
-        shards: int = 1,
-        scale: float = 1.0,
-        error: Tensor | None = None,
-        rounding: Tensor | None = None,
-    ) -> None:
-        self._check_shards(shards)
-        self._call("encode", tensors, message, scale=scale, error=error, rounding=rounding)
-
-    def decode(
-        self,
-        message: Tensor,
-        tensors: Sequence[Tensor],
-        *,
-        shards: int = 1,
-        rounding: Tensor | None = None,
-    ) -> None:
-        self._check_shards(shards)
-        self._call("decode", message, tensors)
-
-    def decode_sum(
-        self,
-        messages: Tensor,
-        tensors: Sequence[Tensor],
-        *,
-        scale: float = 1.0,
-        rounding: Tensor | None = None,
-    ) -> None:
-        self._call("decode_sum", messages, tensors, scale=scale)
+    def __repr__(self) -> str:
+        return text_of(type(self), self._settings)
 
 
 class SparseCodec(OneShardCodec):
     """A codec that sends k of d values: ``k = ceil(density * d)``, at least 1.
 
-    Args:
-        name: the codec's name.
-        density: the fraction of values that are sent, in (0, 1]. Replaced by the nearest fraction
-            with a denominator of at most 10^9, so that a hundredth of 700 is 7.
-        bytes_of_entry: the number of bytes of a sent value.
+    ``density`` is replaced by the nearest fraction with a denominator of at most 10^9, so that a
+    hundredth of 700 is 7. A sent value has ``bytes_of_entry`` bytes.
     """
 
     def __init__(self, name: str, density: float, bytes_of_entry: int) -> None:
@@ -207,6 +212,7 @@ class SparseCodec(OneShardCodec):
             raise ValueError(f"{name}: density must be more than 0 and at most 1, got {density}")
         self._name = name
         self._density = density
+        self._settings = {}
         self._fraction = Fraction(density).limit_denominator(10**9).as_integer_ratio()
         self._bytes_of_entry = bytes_of_entry
 
@@ -226,9 +232,6 @@ class SparseCodec(OneShardCodec):
 
 
 # ---- the values of largest magnitude, with their indices -----------------------------------------
-#
-# ``csrc/ops/codecs`` has the operators (``topk.cpp``), the CPU implementation (``topk_cpu.cpp``)
-# and its kernels (``topk_kernels.inl``).
 
 
 _TOPK_BYTES = 8
@@ -238,7 +241,7 @@ register_fakes("topk", partial(check_entries, _TOPK_BYTES), has_sum=True)
 
 
 @register_codec
-class topk(SparseCodec, GatheredCodec):  # noqa: N801 (a codec is written as it is called)
+class topk(SparseCodec):  # noqa: N801 (a codec is written as it is called)
     """The k values of largest magnitude of a bucket, with their indices; the others become 0.
 
     Of d values ``k = ceil(density * d)`` are sent, at least one; of equal magnitudes the first. No
@@ -271,7 +274,6 @@ class topk(SparseCodec, GatheredCodec):  # noqa: N801 (a codec is written as it 
 
     def __init__(self, density: float = 0.01) -> None:
         super().__init__("topk", density, _TOPK_BYTES)
-        self._settings = {}
 
     @classmethod
     def examples(cls) -> list[topk]:
@@ -282,10 +284,6 @@ class topk(SparseCodec, GatheredCodec):  # noqa: N801 (a codec is written as it 
 
 
 # ---- the largest values of each chunk, in few bits -----------------------------------------------
-#
-# ``csrc/ops/codecs`` has the form of a message and its levels (``chunk_topk_math.h``), the
-# operators (``chunk_topk.cpp``), their CPU implementation (``chunk_topk_cpu.cpp``) and its kernels
-# (``chunk_topk_kernels.inl``).
 
 
 _CHUNKS = tuple(1 << power for power in range(6, 13))
@@ -335,7 +333,7 @@ register_fakes("chunk_topk", _check_chunks, has_sum=True)
 
 
 @register_codec
-class chunk_topk(GatheredCodec):  # noqa: N801 (a codec is written as it is called)
+class chunk_topk(OneShardCodec):  # noqa: N801 (a codec is written as it is called)
     """The k values of largest magnitude of each chunk, in few bits; the others become 0.
 
     A chunk has ``chunk`` values in the order of ``flatten``, across the tensors' borders; the last
@@ -417,18 +415,9 @@ class chunk_topk(GatheredCodec):  # noqa: N801 (a codec is written as it is call
         check_numel("chunk_topk", numel)
         return [Shard(numel, _bytes(numel, **self._settings))]
 
-    def __repr__(self) -> str:
-        return text_of(type(self), self._settings)
-
 
 # ---- values at random places that are the same on all ranks, without indices ---------------------
-#
-# ``csrc/ops/codecs`` has the operators (``randomk.cpp``), the choice of places
-# (``randomk_math.h``), the CPU implementation (``randomk_cpu.cpp``) and its kernels
-# (``randomk_kernels.inl``).
 
-
-_ops = torch.ops.commhook
 
 _RANDOMK_BYTES = 4
 
@@ -493,36 +482,10 @@ class randomk(SparseCodec):  # noqa: N801 (a codec is written as it is called)
     def takes_error(self) -> bool:
         return not self._unbiased
 
-    def encode(
-        self,
-        tensors: Sequence[Tensor],
-        message: Tensor,
-        *,
-        shards: int = 1,
-        scale: float = 1.0,
-        error: Tensor | None = None,
-        rounding: Tensor | None = None,
-    ) -> None:
-        self._check_shards(shards)
-        drawn = self._given("encode", rounding)
-        if self._unbiased and error is not None:
-            raise ValueError(
-                f"{self}.encode: error must be None for an unbiased codec, got a tensor"
-            )
-        _ops.randomk_encode(
-            tensors, message, drawn, unbiased=self._unbiased, scale=scale, error=error
-        )
-
-    def decode(
-        self,
-        message: Tensor,
-        tensors: Sequence[Tensor],
-        *,
-        shards: int = 1,
-        rounding: Tensor | None = None,
-    ) -> None:
-        self._check_shards(shards)
-        _ops.randomk_decode(message, tensors, self._given("decode", rounding))
+    def _call(self, method: str, *arguments: Any, **more: Any) -> None:
+        if method == "encode":
+            more["unbiased"] = self._unbiased
+        super()._call(method, *arguments, **more)
 
     def decode_sum(
         self,

@@ -6,9 +6,9 @@ functional collectives, which the compiler may overlap with other work. All coun
 wire.
 """
 
-from torch_commhook.collectives.compressed import compressed_all_reduce
-from torch_commhook.collectives.compressed_chunks import (
+from torch_commhook.collectives.compressed import (
     compressed_all_gather,
+    compressed_all_reduce,
     compressed_reduce_scatter,
 )
 from torch_commhook.collectives.futures import TracedFuture

@@ -34,11 +34,10 @@ _COPIES = re.compile(
 
 
 def packed(value: Any) -> Tensor:
-    """A value as flat bytes, on the CPU.
+    """A value as flat bytes on the CPU: tensors and plain values, as ``state_dict()`` returns them.
 
-    Args:
-        value: tensors and plain values, as ``state_dict()`` returns them. :func:`unpacked` returns
-            tensors on the CPU, and NumPy scalars of dicts, lists and tuples as Python numbers.
+    :func:`unpacked` returns tensors on the CPU, and NumPy scalars of dicts, lists and tuples as
+    Python numbers.
     """
     file = io.BytesIO()
     torch.save(_plain(value, {}), file)
@@ -179,12 +178,8 @@ class _Made(list[Any]):
 def check_length(length: int, own: int) -> None:
     """Refuse an impossible length of another rank's message, before memory is allocated for it.
 
-    Args:
-        length: the length, in bytes.
-        own: the length of a message or of parameters that this rank knows, in bytes.
-
-    Raises:
-        ValueError: the length is negative, or far above ``own``.
+    Raises a ValueError if the length is negative, or far above ``own``: the length of a message or
+    of parameters that this rank knows. Both are in bytes.
     """
     most = _TIMES * own + _MORE
     if not 0 <= length <= most:
@@ -202,10 +197,9 @@ def gather_values(
     Args:
         value: tensors and plain values. Tensors arrive on the CPU.
         group: the group of the ranks; None means the default group.
-        only_first: whether only the first rank gets the values.
 
     Returns:
-        The values in rank order; None on the other ranks with ``only_first``.
+        The values in rank order; with ``only_first``, None on all ranks but the first.
 
     Raises:
         ValueError: as :func:`unpacked` and :func:`check_length`.
@@ -339,13 +333,9 @@ def agree_across(
 
 
 def gather(group: dist.ProcessGroup, value: object) -> list[Any] | None:
-    """Gather a plain value of each rank of a group. All of them must call this.
+    """Gather a plain value of each rank of a group, as :func:`gather_values`, in rank order.
 
-    Returns:
-        The values in rank order; None for a group that ``torch.distributed`` does not know.
-
-    Raises:
-        ValueError: as :func:`gather_values`.
+    Returns None for a group that ``torch.distributed`` does not know.
     """
     if not is_known(group):
         return None
@@ -374,7 +364,6 @@ def gather_along(groups: Sequence[dist.ProcessGroup], value: object) -> list[Any
 
     Args:
         groups: this rank's groups along the mesh's dimensions.
-        value: this rank's value.
 
     Returns:
         The values in the same order on all ranks; only this rank's if ``torch.distributed`` knows
@@ -405,8 +394,7 @@ def _text(error: Exception | None) -> str | None:
 def digest_of(error: Exception | None, settings: dict[str, object]) -> bytes:
     """The digest that :func:`agree` compares first: 32 bytes.
 
-    Args:
-        error, settings: as there. Settings have the same order on all ranks.
+    Settings have the same order on all ranks.
     """
     return hashlib.sha256(repr((_text(error), settings)).encode()).digest()
 

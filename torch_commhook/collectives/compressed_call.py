@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import NamedTuple
@@ -19,8 +19,17 @@ from torch_commhook.codecs.base import (
     check_decay,
     decay_error,
     decays_at_random,
+    error_for,
+    keep_error,
 )
-from torch_commhook.collectives.futures import StreamNumber, Used, is_capturing, on_side_stream
+from torch_commhook.collectives.futures import (
+    StreamNumber,
+    Used,
+    is_capturing,
+    on_side_stream,
+    on_wire,
+    then_on_side_stream,
+)
 from torch_commhook.collectives.gloo_groups import exchanges, group_rank
 from torch_commhook.collectives.issuing import (
     Place,
@@ -76,12 +85,7 @@ _PIECE = 1 << 12
 
 
 class MessageError:
-    """A sample of the values of a message, taken before the message is encoded.
-
-    Args:
-        sources: the values, as for a codec's ``encode``.
-        error: the error that is added to them; flat.
-    """
+    """A sample of a message's values, with the error that is added to them, before encoding."""
 
     def __init__(self, sources: Sequence[Tensor], error: Tensor | None) -> None:
         numel = sum(tensor.numel() for tensor in sources)
@@ -97,11 +101,9 @@ class MessageError:
         """Record the message's error.
 
         Args:
-            meter: records it.
-            codec: the codec that has encoded the message.
+            codec, rounding: encoded the message.
             error: the message's error, if it is remembered. Otherwise the sample is encoded by
                 itself: a codec that chooses among all values then chooses among these.
-            rounding: the codec's ``rounding``.
         """
         values = self._values
         with torch.no_grad():
@@ -119,20 +121,6 @@ class MessageError:
             meter.note_squares(norms[0].square(), norms[1].square())
 
 
-def begin_measuring(
-    meter: CallMeter | None, sources: Sequence[Tensor], error: Tensor | None
-) -> MessageError | None:
-    """Take a sample of the values to encode, if their error is to be measured.
-
-    Args:
-        meter: records the error; None to measure nothing.
-        sources, error: as for :class:`MessageError`.
-    """
-    if meter is None or not meter.is_due():
-        return None
-    return MessageError(sources, error)
-
-
 def _places(numel: int) -> list[tuple[int, int]]:
     """The positions of the sample's values: pieces, each by begin and end."""
     if numel <= _LEAST:
@@ -143,12 +131,7 @@ def _places(numel: int) -> list[tuple[int, int]]:
 
 
 def _values_at(tensors: Sequence[Tensor], places: Sequence[tuple[int, int]]) -> Tensor:
-    """Values of tensors, one after another, as float32.
-
-    Args:
-        tensors: tensors whose values are numbered in the order of ``flatten``.
-        places: pieces in ascending order.
-    """
+    """Values of tensors at ascending pieces, in the order of ``flatten``, as float32."""
     found: list[Tensor] = []
     waiting = list(reversed(places))
     begin = 0
@@ -203,10 +186,8 @@ def check_arguments(
 
     Args:
         op: the function's name in errors.
-        arguments: the user's arguments.
         numel: the number of elements of ``error``.
         device: the tensors' device.
-        group: the group of the compressed sum.
         encodes_once: whether no sum is encoded: ``rounding`` is then one pair of seed and step.
 
     Raises:
@@ -290,28 +271,11 @@ def _check_error(op: str, name: str, error: Tensor, device: torch.device) -> Non
         raise ValueError(f"{op}: {name} must be contiguous, got strides {list(error.stride())}")
 
 
-def check_out(
-    op: str, destinations: Sequence[Tensor], numel: int, as_many_as: str = "tensors"
-) -> None:
-    """Refuse tensors without exactly this number of elements.
-
-    Raises:
-        ValueError: they hold more or fewer.
-    """
-    room = sum(tensor.numel() for tensor in destinations)
-    if room != numel:
-        raise ValueError(
-            f"{op}: out must hold {numel} elements, as many as {as_many_as}, got {room}"
-        )
-
-
 def checked_sizes(what: str, given: Sequence[int], world_size: int, contract: str) -> list[int]:
     """Numbers, one for each rank, checked.
 
     Args:
         what: the function and its argument.
-        given: the numbers.
-        world_size: the number of ranks.
         contract: what the numbers must be, such as ``"numbers of rows"``.
 
     Raises:
@@ -367,6 +331,29 @@ def listed_tensors(op: str, name: str, tensors: Tensor | Sequence[Tensor]) -> li
     return found
 
 
+def destinations_for(
+    op: str,
+    out: Tensor | Sequence[Tensor] | None,
+    sources: Sequence[Tensor],
+    numel: int,
+    as_many_as: str = "tensors",
+) -> list[Tensor]:
+    """The tensors of ``out``, or a new flat one of the first source's dtype.
+
+    Raises:
+        TypeError, ValueError: as :func:`listed_tensors`; or they do not hold ``numel`` elements.
+    """
+    if out is None:
+        return [sources[0].new_empty(numel)]
+    destinations = listed_tensors(op, "out", out)
+    room = sum(tensor.numel() for tensor in destinations)
+    if room != numel:
+        raise ValueError(
+            f"{op}: out must hold {numel} elements, as many as {as_many_as}, got {room}"
+        )
+    return destinations
+
+
 # ---- the base of collectives of codecs' messages -------------------------------------------------
 
 
@@ -414,16 +401,48 @@ class CompressedCall:
         with mode, timed(self.meter, name):
             yield
 
-    def decay(self, error: Tensor | None, rounding: Tensor | None) -> None:
-        """Multiply the caller's error, measured and new, by the decay."""
-        if error is not None and self.error_decay != 1.0:
-            decay_error(error, self.error_decay, rounding)
+    def encode(
+        self,
+        sources: list[Tensor],
+        error: Tensor | None,
+        rounding: Tensor | None,
+        encode: Callable[..., None],
+    ) -> None:
+        """Encode this rank's values, measure the message's error if it is due, and decay it.
 
-    def decay_own(self, error: Tensor | None, rounding: Tensor | None) -> None:
-        """Decay the error of this rank's values, in the ended stage; as :meth:`decay`."""
-        if self.error_decay != 1.0:
+        Args:
+            sources, error, rounding: as for ``Codec.encode``.
+            encode: the codec's method, of these.
+        """
+        measured = None
+        if self.meter is not None and self.meter.is_due():
+            measured = MessageError(sources, error)
+        with timed(self.meter, "encode"):
+            lost = error_for(self.codec, error)
+            encode(sources, error=lost, rounding=rounding)
+            keep_error(error, lost)
+        if self.meter is not None and measured is not None:
+            measured.note(self.meter, self.codec, error, rounding)
+        if error is not None and self.error_decay != 1.0:
             with timed(self.meter, "encode"):
-                self.decay(error, rounding)
+                decay_error(error, self.error_decay, rounding)
+
+    def then_decode(
+        self, first: torch.futures.Future[Tensor], decode: Callable[[Tensor], None]
+    ) -> torch.futures.Future[Tensor]:
+        """Let ``decode`` write a collective's messages to the destinations.
+
+        Returns:
+            A Future of the first destination.
+        """
+
+        def finish(done: torch.futures.Future[Tensor]) -> Tensor:
+            received = done.value()
+            with self.later_stage("decode"):
+                decode(received)
+            return self.destinations[0]
+
+        return then_on_side_stream(on_wire(first, self.meter, self.device), finish, self.device)
 
     def buffer(self, name: str, *shape: int) -> Tensor:
         if self.is_traced:  # the compiler plans memory itself
@@ -442,7 +461,6 @@ class CompressedCall:
         Args:
             message: flat bytes.
             sizes: the size of each part in bytes, the same on all ranks.
-            group: the process group.
 
         Returns:
             A Future of the parts, flat, each of ``sizes[self.rank]`` bytes.
@@ -481,7 +499,6 @@ class CompressedCall:
             name: the name of their buffer.
             message: flat bytes, as long as the longest message.
             sizes: the sizes of the messages in bytes, the same on all ranks.
-            group: the process group.
             is_second: whether this is a second stage; used while a compiler traces.
             place: its place; None for the next one, if it needs one.
 
@@ -513,15 +530,10 @@ class CompressedCall:
             place.expect_gather(self.buffer(name, sum(sizes)).split(list(sizes)))
 
     def without_padding(self, name: str, messages: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Messages of several lengths, one after another.
+        """Messages of these sizes in bytes, one after another: flat bytes, ``sum(sizes)`` of them.
 
-        Args:
-            name: the name of their buffer, if some are padded.
-            messages: shape ``(messages, bytes)``, or flat if none is padded.
-            sizes: the sizes of the messages in bytes.
-
-        Returns:
-            Flat bytes, ``sum(sizes)`` of them: a view of ``messages`` if none is padded.
+        ``messages`` have shape ``(messages, bytes)``, and are copied to the named buffer if one is
+        padded; or they are flat, and none is padded.
         """
         if messages.dim() == 1 or all(size == messages.shape[1] for size in sizes):
             return messages.view(-1)

@@ -43,7 +43,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -128,12 +128,7 @@ class _Use(NamedTuple):
 
 
 class UsedTensors:
-    """Tensors that streams of the library still use, until somebody has waited for the result.
-
-    A reference protects a tensor's memory. It costs nothing per tensor, and the memory is free as
-    soon as somebody has waited for the result. If nobody waits, as after an error, or another
-    stream does, the allocator is told instead.
-    """
+    """Tensors that streams of the library still use, until somebody has waited for the result."""
 
     __slots__ = ("_uses",)
 
@@ -172,8 +167,6 @@ def on_side_stream(device: torch.device, number: StreamNumber, tensors: Used) ->
     block. On other devices nothing changes.
 
     Args:
-        device: the tensors' device.
-        number: the stream.
         tensors: tensors that the block uses and that belong to the current stream. Their memory is
             protected until then: by references if :func:`keeping` is active, or else by the
             allocator.
@@ -193,14 +186,6 @@ def on_side_stream(device: torch.device, number: StreamNumber, tensors: Used) ->
             keeper.add(use)
     with torch.cuda.stream(stream):
         yield
-
-
-def current_place(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-    """A function whose contexts restore the present current stream, on any thread."""
-    if not has_streams(device):
-        return nullcontext
-    stream = torch.cuda.current_stream(device)
-    return lambda: torch.cuda.stream(stream)
 
 
 # ---- the futures that collectives return ---------------------------------------------------------
@@ -356,7 +341,6 @@ def chained(
     """Run an asynchronous continuation of a CPU Future, on the thread that completes it.
 
     Args:
-        first: a Future.
         start: starts the continuation, from the value of ``first``. It must not wait.
         end: makes the result from the continuation's value.
 
@@ -412,12 +396,8 @@ def then_all(
     """Return a Future of ``combine`` of the results of several futures, once all are complete.
 
     With ``collect_all``, which knows no devices, a waiting caller's stream would wait for all
-    results. Here a stream of PyTorch's pool waits, and runs ``combine`` too.
-
-    Args:
-        futures: at least one; of tensors on one device.
-        combine: gets the results in order. May run on any thread.
-        device: the tensors' device.
+    results. Here a stream of PyTorch's pool waits, and runs ``combine`` too. The futures are of
+    tensors on one device; there is at least one.
     """
     together = torch.futures.collect_all(list(futures))
     if device.index is None:  # such as the CPU
@@ -447,8 +427,6 @@ def set_outcome(
     """Complete a Future with the result or the exception of ``compute()``.
 
     Args:
-        future: an incomplete Future.
-        compute: returns the value.
         caught: the exceptions to set; BaseException if nobody else would see them, as in a
             callback.
     """
@@ -475,59 +453,43 @@ def set_error(future: torch.futures.Future[Any], error: BaseException) -> None:
 # ---- second stages of a step's collectives on the process group of the first stages --------------
 #
 # All backends over NCCL run the collectives of a group on one communicator, in order (``nccl-lazy``
-# has others for point-to-point messages). So a bucket's second stage must not be issued right
-# behind the first: the wire would be idle while a rank sums and encodes. It waits until the next
-# bucket's first stage has been issued, or until the last bucket has come. So the order depends on
-# the order of the buckets only, which is the same on all ranks.
-#
-# A separate communicator for second stages would not need this order. But collectives of two NCCL
-# communicators that run at once may deadlock, waiting for each other's resources on different
-# devices; NCCL and PyTorch warn about this. Each communicator also takes device memory.
+# has others for point-to-point messages). The head of this file has the stages' order. Another
+# communicator would also take device memory.
 
 
 _stages: ThreadValue[SecondStages] = ThreadValue()
-
-
-class _Waiting(NamedTuple):
-    issue: Callable[[], None]
-    failed: Callable[[BaseException], None]
 
 
 class SecondStages:
     """The second stages that wait in a step of one attached hook, in the order of its buckets."""
 
     def __init__(self) -> None:
-        self._waiting: deque[_Waiting] = deque()
+        #: What issues a stage, and what is called with an error if it is not issued.
+        self._waiting: deque[tuple[Callable[[], None], Callable[[BaseException], None]]] = deque()
 
     def add(self, issue: Callable[[], None], failed: Callable[[BaseException], None]) -> None:
-        """Let the next call of :meth:`issue` issue a stage.
-
-        Args:
-            issue: issues it. May raise.
-            failed: called with an error if it is not issued.
-        """
-        self._waiting.append(_Waiting(issue, failed))
+        """Let the next call of :meth:`issue` issue a stage: ``issue`` may raise."""
+        self._waiting.append((issue, failed))
 
     def issue(self) -> None:
         """Issue the waiting stages, in order.
 
-        Raises:
-            Exception: a stage raised it. The stages behind it fail too: other ranks would pair them
-                with the missing one.
+        If one raises, those behind it fail too: other ranks would pair them with the missing one.
         """
         while self._waiting:
-            waiting = self._waiting.popleft()
+            issue, failed = self._waiting.popleft()
             try:
-                waiting.issue()
+                issue()
             except BaseException as error:
-                waiting.failed(error)
+                failed(error)
                 self.give_up(error)
                 raise
 
     def give_up(self, error: BaseException) -> None:
         """Fail the waiting stages: the step has failed on this rank, or was abandoned."""
         while self._waiting:
-            self._waiting.popleft().failed(error)
+            _, failed = self._waiting.popleft()
+            failed(error)
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -540,11 +502,6 @@ def issuing_later(stages: SecondStages) -> setting[SecondStages]:
     :meth:`SecondStages.issue` after the last bucket of a step.
     """
     return setting(_stages, stages)
-
-
-def current_second_stages() -> SecondStages | None:
-    """The waiting stages of the hook that this thread runs; None if no stage is to wait."""
-    return _stages.value
 
 
 # ---- two collectives; the second sends data that is computed from the first one's result ---------
@@ -577,12 +534,7 @@ def two_stages(
         finish: computes the result from the second one's result. On any thread.
         has_place: whether the second one has a place in an order (``issuing.second_place``).
         second_bytes: bytes that this rank sends and receives in the second one.
-        device: the tensors' device.
-        group: the process group.
         meter: records how long both are on the wire.
-
-    Returns:
-        A Future of the result of ``finish``.
     """
     # Read once: later stages run in other threads, which cannot tell whether a compiler traces.
     is_traced = torch.compiler.is_compiling()
@@ -608,7 +560,7 @@ def two_stages(
             second = on_wire(issue_second(send(first.wait())), meter, device)
             return then_on_side_stream(second, lambda done: end(done.value()), device)
 
-        waiting = None if group.size() == 1 else current_second_stages()
+        waiting = None if group.size() == 1 else _stages.value
         return both() if waiting is None else later(both, waiting, device)
 
     return chained(
@@ -621,22 +573,20 @@ def two_stages(
 def later(
     stage: Callable[[], torch.futures.Future[Tensor]], waiting: SecondStages, device: torch.device
 ) -> torch.futures.Future[Tensor]:
-    """Let a stage wait for the first stage of the next bucket; issues earlier waiting stages.
+    """Let a stage wait for the first stage of the next bucket; issues all earlier waiting stages.
 
     Args:
         stage: issues it, and returns a Future of its result. Runs on the present current stream.
-        waiting: the waiting stages; this call issues all earlier ones.
-        device: the tensors' device.
 
     Returns:
         A Future of the result. It completes only after ``stage`` was called.
     """
     result: torch.futures.Future[Tensor]
     result = torch.futures.Future(devices=None if device.type == "cpu" else [device])
-    place = current_place(device)
+    stream = torch.cuda.current_stream(device) if has_streams(device) else None
 
     def issue() -> None:
-        with place():
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
             ended = stage()
             if ended.done():
                 set_outcome(result, ended.wait)

@@ -72,13 +72,20 @@ def state_of(group: dist.ProcessGroup) -> GroupState:
 
 def is_gloo(group: dist.ProcessGroup, device: str = "cpu") -> bool:
     """Whether a group is PyTorch's own, with Gloo or ``commhook`` for the tensors of a device."""
-    if type(group) is not dist.ProcessGroup or not dist.is_gloo_available():
-        return False
+    backend = _backend_for(group, torch.device(device))
+    return dist.is_gloo_available() and (
+        type(backend) is dist.ProcessGroupGloo or isinstance(backend, _C.WireBackend)
+    )
+
+
+def _backend_for(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """The backend for a device of a group that is PyTorch's own; None without one."""
+    if type(group) is not dist.ProcessGroup:
+        return None
     try:
-        backend: Any = group._get_backend(torch.device(device))
+        return group._get_backend(device)
     except RuntimeError:  # it has none for the device
-        return False
-    return type(backend) is dist.ProcessGroupGloo or isinstance(backend, _C.WireBackend)
+        return None
 
 
 def is_gloo_or_own(group: dist.ProcessGroup) -> bool:
@@ -90,9 +97,7 @@ def is_gloo_or_own(group: dist.ProcessGroup) -> bool:
 
 def wire_backend(group: dist.ProcessGroup) -> _C.WireBackend | None:
     """The backend for the CPU of a group over the library's transport, a user's too."""
-    if type(group) is not dist.ProcessGroup or _CPU not in group._device_types:
-        return None
-    backend: Any = group._get_backend(_CPU)
+    backend = _backend_for(group, _CPU)
     return backend if isinstance(backend, _C.WireBackend) else None
 
 
@@ -100,20 +105,13 @@ def lacks_cpu(group: dist.ProcessGroup) -> bool:
     """Whether a group is PyTorch's own, without a backend for CPU tensors, such as NCCL's."""
     if type(group) is not dist.ProcessGroup or not dist.is_gloo_available():
         return False
-    try:
-        group._get_backend(torch.device("cpu"))
-    except RuntimeError:
-        return bool(group._device_types)
-    return False
+    return _backend_for(group, _CPU) is None and bool(group._device_types)
 
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device = _CPU) -> timedelta:
     """A group's timeout for collectives; PyTorch's default if it does not report one.
 
-    Args:
-        group: the process group.
-        device: the tensors' device. A group without a backend for it returns another device's
-            timeout.
+    A group without a backend for the device returns another device's timeout.
     """
     for each in (device, *getattr(group, "_device_types", ())):
         try:
@@ -148,7 +146,6 @@ def make_known(
     ``torch.distributed.destroy_process_group(group)`` forgets it.
 
     Args:
-        group: the group.
         name: a name that no other group has.
         ranks: its members, as ranks of the default group.
         backend: what ``torch.distributed.get_backend()`` returns for it.
@@ -282,12 +279,9 @@ def make_group(
 
     Args:
         store: a store for this group only.
-        rank: this process's rank in it.
-        ranks: its members, as ranks of the default group.
-        name: a name that no other group has.
-        timeout: the timeout of its collectives.
+        ranks, name: as for :func:`make_known`.
         description: the group's purpose, for PyTorch's flight recorder and logs.
-        within: how long to wait for addresses; None: ``timeout``.
+        within: how long to wait for addresses; None: ``timeout``, that of its collectives.
         lost_after, rails: as for :func:`wire.endpoint`.
         is_held: whether the other ranks learn of a failure only when this one closes the backend.
 
@@ -369,14 +363,11 @@ def backend_of(group: dist.ProcessGroup) -> _C.WireBackend:
 
 
 def group_rank(group: dist.ProcessGroup) -> int:
-    """This process's rank in a group.
+    """This process's rank in a group, or the group's own answer if unknown (:func:`check_place`).
 
     A class may override only ``size()``, as torchft's do, and is then made with rank 0 of 1 on
     every rank. In this case the rank comes from ``torch.distributed``, if the group is registered
     with as many ranks as it has, or else from the group that it wraps.
-
-    Returns:
-        The rank; if it is unknown, the group's own answer. See :func:`check_place`.
     """
     if type(group) is dist.ProcessGroup:
         return group.rank()
@@ -385,11 +376,7 @@ def group_rank(group: dist.ProcessGroup) -> int:
 
 
 def check_place(op: str, group: dist.ProcessGroup) -> None:
-    """Refuse a group with an unknown rank, because shards depend on it.
-
-    Args:
-        op: the function's name in errors.
-        group: the group.
+    """Refuse a group with an unknown rank, because shards depend on it; ``op`` is in the error.
 
     Raises:
         ValueError: its class has its own ``size()`` and no ``rank()``, and neither
@@ -415,16 +402,9 @@ def check_place(op: str, group: dist.ProcessGroup) -> None:
 
 
 def check_not_managed(op: str, group: dist.ProcessGroup) -> None:
-    """Refuse torchft's managed group, also inside another group.
+    """Raise a ValueError that names ``op`` for torchft's managed group, also inside another group.
 
     Its ``size()`` counts some of its ranks, and a rank that is not counted must send zeros.
-
-    Args:
-        op: the function's name in errors.
-        group: the group.
-
-    Raises:
-        ValueError: it is such a group.
     """
     for each in group_and_inner(group):
         for cls in type(each).__mro__:
@@ -452,32 +432,22 @@ def tells_its_rank(group: dist.ProcessGroup) -> bool:
     return of_size is of_rank or not issubclass(of_size, of_rank)
 
 
-def all_tell_their_rank(group: dist.ProcessGroup) -> bool:
-    """As :func:`tells_its_rank`, for a group and all groups that it wraps."""
-    return all(map(tells_its_rank, group_and_inner(group)))
-
-
 def gathers_flat(group: dist.ProcessGroup, names: Sequence[str]) -> bool:
-    """Whether a group, and those that it wraps, can gather into one tensor.
+    """Whether a group, and those that it wraps, have a method of these names that fills one tensor.
 
     Before torch 2.14 a Python class cannot override that method, so torchft's groups only gather
     into lists.
-
-    Args:
-        group: the group.
-        names: the method's names.
     """
     for each in group_and_inner(group):
         if type(each) is dist.ProcessGroup:
             return True
-        own = any(getattr(type(each), name, None) is not _of_torch(name) for name in names)
+        own = any(
+            getattr(type(each), name, None) is not getattr(dist.ProcessGroup, name, None)
+            for name in names
+        )
         if not (own or isinstance(each, _C.ProcessGroup)):
             return False
     return True
-
-
-def _of_torch(name: str) -> object:
-    return getattr(dist.ProcessGroup, name, None)
 
 
 def is_alone(group: dist.ProcessGroup) -> bool:

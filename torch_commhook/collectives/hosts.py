@@ -23,7 +23,7 @@ from torch_commhook.collectives.compressed_call import (
     MessageBuffers,
     SumArguments,
     check_arguments,
-    check_out,
+    destinations_for,
     listed_tensors,
     shard_range,
 )
@@ -173,11 +173,7 @@ def _label(
 
 
 def known_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group, or the group that it wraps, that ``torch.distributed`` knows.
-
-    Raises:
-        ValueError: it knows neither.
-    """
+    """The group, or one that it wraps, that ``torch.distributed`` knows; else a ValueError."""
     for each in group_and_inner(group):
         if group_ranks(each) is not None and group_store(each) is not None:
             return each
@@ -191,11 +187,7 @@ def known_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 def numbered_labels(group: dist.ProcessGroup, labels: Sequence[str]) -> list[list[int]]:
     """Number the labels of all ranks: equal labels get equal numbers.
 
-    All ranks of the group call this at the same point.
-
-    Args:
-        group: a group that ``torch.distributed`` knows.
-        labels: this rank's labels; all ranks give equally many.
+    All ranks of the group, which ``torch.distributed`` knows, call this at the same point.
 
     Returns:
         For each label of a rank, the number of each rank's label.
@@ -217,11 +209,8 @@ def group_over(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGr
     """Make a group over some ranks of another group. These ranks call it at the same point.
 
     Over Gloo two ranks connect when they first send each other a message. The group lives as long
-    as ``group``; the next call returns it again, unless it has been destroyed.
-
-    Args:
-        group: a group that ``torch.distributed`` knows.
-        ranks: ranks of ``group`` in ascending order, including this one.
+    as ``group``, which ``torch.distributed`` knows; the next call returns it again, unless it has
+    been destroyed. ``ranks`` are in ascending order, and include this one.
     """
     made = state_of(group).subgroups.setdefault(tuple(ranks), [])
     if made and is_known(made[-1]):
@@ -323,10 +312,7 @@ def hierarchical_all_reduce(
     sources = listed_tensors("hierarchical_all_reduce", "tensors", tensors)
     intra_groups, inter_group = _checked_groups(intra_group, inter_group)
     numel = sum(tensor.numel() for tensor in sources)
-    if out is None:
-        out = sources[0].new_empty(numel)
-    destinations = listed_tensors("hierarchical_all_reduce", "out", out)
-    check_out("hierarchical_all_reduce", destinations, numel)
+    destinations = destinations_for("hierarchical_all_reduce", out, sources, numel)
     place = place_in_node(intra_groups)
     begin, end = share_range(numel, **place)
     buffers = MessageBuffers() if buffers is None else buffers
@@ -423,8 +409,6 @@ def _in_background(
         flat: this rank's values, one share for each rank of the node.
         numel: the number of elements of this rank's own share, which may be shorter.
         arguments: the arguments of the sum over the nodes.
-        intra_groups: the groups of the levels, from the innermost outward.
-        inter_group: the ranks with this rank's position in their nodes.
 
     Returns:
         A Future of all shares' sums, with as many elements as ``flat``.
@@ -459,9 +443,7 @@ def _in_level(
 ) -> torch.futures.Future[Tensor]:
     """Run the stages of :func:`_in_background` in the first of these levels, and beyond it.
 
-    Args:
-        flat, numel, arguments, intra_groups, inter_group: as there.
-        places: of the first and of the last stage in each level; None for one rank.
+    ``places`` are those of the first and of the last stage in each level; None for one rank.
     """
     intra_group, *beyond = intra_groups
     ranks, mode = intra_group.size(), _mode_of_now(False)

@@ -16,14 +16,15 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch_commhook import _C
 from torch_commhook.collectives.futures import is_capturing, is_driven_by_wait, set_error
 from torch_commhook.collectives.gloo_groups import (
-    all_tell_their_rank,
     backend_of,
     exchanges,
     gathers_flat,
+    group_and_inner,
     group_timeout,
     has_places,
     is_alone,
     is_gloo,
+    tells_its_rank,
 )
 from torch_commhook.metrics import tensor_bytes
 from torch_commhook.spans import on_the_wire
@@ -68,14 +69,10 @@ FIRST, SECOND, STEP_END, COMPARISON = range(4)
 
 
 class Place:
-    """A position in an order of a group's collectives.
+    """A position in an order of a group's collectives: one of the constants above.
 
     All ranks take their places in the same order. What is in them may start in any order and on any
     thread: a place does not reference the group.
-
-    Args:
-        group: the process group.
-        order: which order; one of the constants above.
 
     Attributes:
         form: what its messages are, such as a codec's name. If it is another on some rank, all
@@ -103,13 +100,11 @@ class Place:
     def exchange(
         self, stage: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor], result: Tensor
     ) -> torch.futures.Future[Tensor]:
-        """Send a message to each rank, and receive one from each.
+        """Send a message to each rank, and receive one from each; returns a Future of ``result``.
 
         Args:
             stage: 0 or 1, each once.
-            inputs: the message to each rank, flat bytes.
-            outputs: memory for the message from each rank, flat bytes.
-            result: the Future's value.
+            inputs, outputs: the message to each rank, and memory for that from each: flat bytes.
         """
         self._keep(inputs[self.rank], outputs)
         given = list(inputs), list(outputs), result, self._number, stage, self._timeout, self.form
@@ -141,16 +136,10 @@ class Place:
     def reduce(
         self, tensor: Tensor, *, takes_maximum: bool = False
     ) -> torch.futures.Future[Tensor]:
-        """Sum a tensor over the ranks, or take the maximum of each element; once in a place.
+        """Sum a contiguous tensor of numbers over the ranks, in place; once in a place.
 
-        All ranks have the same bits.
-
-        Args:
-            tensor: contiguous, of numbers. Written.
-            takes_maximum: whether to take the maximum.
-
-        Returns:
-            A Future of the same tensor.
+        With ``takes_maximum`` it takes the maximum of each element. All ranks have the same bits.
+        Returns a Future of the same tensor.
         """
         given = tensor.detach().view(-1), takes_maximum, tensor, self._number, self._timeout
         with on_the_wire() as span:
@@ -171,12 +160,7 @@ def place_in(group: dist.ProcessGroup, order: int = FIRST, form: str = "") -> Pl
 
 
 def second_place(group: dist.ProcessGroup, device: torch.device) -> Place | None:
-    """Take the place of a second collective, before the first one is issued; None if it needs none.
-
-    Args:
-        group: the process group.
-        device: the tensors' device.
-    """
+    """Take a second collective's place, before the first one is issued; None if it needs none."""
     if torch.compiler.is_compiling() or device.type != "cpu" or not exchanges(group):
         return None
     return place_in(group, SECOND)
@@ -225,16 +209,11 @@ def sum_bytes(nbytes: float, ranks: int) -> float:
 def issued(
     issue: Callable[[], Any], group: dist.ProcessGroup, method: str, result: Tensor
 ) -> torch.futures.Future[Tensor]:
-    """Start a collective, and return a Future of its result.
+    """Start a collective, and return a Future of ``result``, which it writes.
 
     Args:
         issue: starts it, and returns the group's Work.
-        group: the process group.
-        method: the group's method, for errors.
-        result: the tensor that the collective writes.
-
-    Raises:
-        TypeError: as :func:`future_of_work`.
+        method: the group's method, for errors: those of :func:`future_of_work`.
     """
     where = f"{method} through {_C.type_name(group)}"
     future = issued_on_device(issue, group, method, result)
@@ -249,9 +228,7 @@ def issued_on_device(
 ) -> torch.futures.Future[Any]:
     """As :func:`issued`, with the value of the Work's Future, or ``result``.
 
-    Raises:
-        TypeError: as :func:`future_of_work`.
-        RuntimeError: a CUDA graph captures the current stream, and the group is Gloo's.
+    Raises a RuntimeError if a CUDA graph captures the current stream, and the group is Gloo's.
     """
     if is_capturing(result.device) and is_gloo(group, result.device.type):
         raise RuntimeError(
@@ -264,18 +241,11 @@ def issued_on_device(
 
 
 def issue_unseen(issue: Callable[[], Any], device: torch.device) -> Any:
-    """Start a collective whose Future is waited for, not its Work.
+    """Start a collective whose Future is waited for, not its Work; returns the Work.
 
     On the CPU, PyTorch's profiler does not see it. Gloo completes a Work's Future before it ends
     the Work's span. If the profile stops in between, PyTorch writes the end of the span to freed
     memory.
-
-    Args:
-        issue: starts the collective, and returns the group's Work.
-        device: the device of the collective's tensors.
-
-    Returns:
-        The Work.
     """
     return _C.unseen(issue) if device.type == "cpu" else issue()
 
@@ -296,7 +266,8 @@ def _completion(
         pass
     else:
         # PyTorch's C++ between the caller and a Work in Python hides the class of its Future.
-        is_complete_by_itself = all_tell_their_rank(group) and not is_driven_by_wait(future)
+        all_tell_their_rank = all(map(tells_its_rank, group_and_inner(group)))
+        is_complete_by_itself = all_tell_their_rank and not is_driven_by_wait(future)
         if is_complete_by_itself and (result.device.type == "cpu" or _C.has_devices(future)):
             return future
     try:
@@ -311,11 +282,7 @@ def _completion(
 def future_of_work(
     work: object, group: dist.ProcessGroup, method: str = "collective"
 ) -> torch.futures.Future[Any]:
-    """The Future of a group's result, checked.
-
-    Raises:
-        TypeError: the result is not a Work, or has no Future.
-    """
+    """The Future of a group's result; raises a TypeError if that is no Work, or has no Future."""
     if not isinstance(work, dist.Work):
         raise TypeError(
             f"{_C.type_name(group)}.{method} must return a torch.distributed.Work, "
@@ -331,11 +298,7 @@ def future_of_work(
 
 
 def when_good(done: torch.futures.Future[Any], result: Tensor) -> Tensor:
-    """``result``, if a collective succeeded.
-
-    Raises:
-        Exception: the collective's error.
-    """
+    """``result``, if a collective succeeded; raises its error."""
     done.value()
     return result
 
@@ -370,16 +333,11 @@ def issue_all_reduce(
     *,
     place: Place | None = None,
 ) -> torch.futures.Future[Tensor]:
-    """Sum a tensor over all ranks, in place.
+    """Sum a contiguous tensor over all ranks, in place; returns a Future of it.
 
     Args:
-        tensor: contiguous.
-        group: the process group.
         timeout: the operation's timeout; None for the group's.
         place: its place; None for the next one, if it needs one.
-
-    Returns:
-        A Future of the same tensor.
     """
     if is_alone(group):
         return _C.as_future(tensor, "all_reduce")
@@ -398,17 +356,12 @@ def issue_all_gather(
     *,
     place: Place | None = None,
 ) -> torch.futures.Future[Tensor]:
-    """Gather the tensors of all ranks on every rank.
+    """Gather the tensors of all ranks on every rank; returns a Future of ``out``.
 
     Args:
         tensor: contiguous, with the same shape on all ranks.
         out: contiguous, of shape ``(ranks, *tensor.shape)``. Written.
-        group: the process group.
-        timeout: the operation's timeout; None for the group's.
-        place: as for :func:`issue_all_reduce`.
-
-    Returns:
-        A Future of ``out``.
+        timeout, place: as for :func:`issue_all_reduce`.
     """
     ranks = group.size()
     if ranks == 1:
@@ -444,20 +397,14 @@ def issue_all_to_all(
     place: Place | None = None,
     form: str = "",
 ) -> torch.futures.Future[Tensor]:
-    """Send a piece of a tensor to each rank, and receive one from each.
+    """Send a piece of a tensor to each rank, and receive one from each; a Future of ``out``.
 
     Args:
         tensor: contiguous; split along its first dimension.
-        sends: the number of rows for each rank.
-        gets: the number of rows from each rank.
+        sends, gets: the number of rows for each rank, and from each rank.
         out: contiguous, ``sum(gets)`` rows. Written.
-        group: the process group.
-        timeout: the operation's timeout; None for the group's.
-        place: as for :func:`issue_all_reduce`.
+        timeout, place: as for :func:`issue_all_reduce`.
         form: what the messages are, if they have a place; by default of the tensor's dtype.
-
-    Returns:
-        A Future of ``out``.
     """
     if group.size() == 1:
         return _C.as_future(out.copy_(tensor), "all_to_all")
@@ -527,15 +474,9 @@ class StepEnd:
 
 
 def all_alike(group: dist.ProcessGroup, own: bytes, place: Place | None = None) -> bool:
-    """Whether all ranks have the same bytes. All call this at the same point.
+    """Whether all ranks have the same bytes, equally many. All call this at the same point.
 
-    Args:
-        group: the group of the ranks, of any backend.
-        own: this rank's bytes, equally many on all ranks.
-        place: as for :func:`begin_maximum`.
-
-    Raises:
-        RuntimeError: as for :func:`begin_maximum`.
+    ``place`` and errors are those of :func:`begin_maximum`, for a group of any backend.
     """
     device = "cpu" if exchanges(group) else distributed_c10d._get_object_coll_device(group)
     digest = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
@@ -547,7 +488,6 @@ def agree_on_used(step_end: StepEnd, used: Tensor) -> None:
     """Wait until all ranks call this, and combine the parameters that they have used.
 
     Args:
-        step_end: the step's end.
         used: uint8, flat, with the same shape on all ranks: not 0 for each parameter that this rank
             has used. Becomes the maximum over the ranks.
 
@@ -569,7 +509,6 @@ def begin_maximum(
     All ranks call this at the same point of a step.
 
     Args:
-        group: the group of the ranks.
         own: this rank's numbers: uint8, flat, with the same size on all ranks; on the CPU if
             :func:`exchanges` holds for the group.
         place: its place, if one was taken.

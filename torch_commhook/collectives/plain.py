@@ -45,7 +45,6 @@ def check_tensor(op: str, tensor: object, *, sparse: bool = False, rows: bool = 
 
     Args:
         op: the collective's name in errors.
-        tensor: the tensor to send.
         sparse: whether sparse_coo is supported.
         rows: whether it must have a first dimension, along which it is split.
 
@@ -315,23 +314,13 @@ def all_to_all(
     check_timeout("all_to_all", timeout)
     group = resolve_group(group)
     world_size = group.size()
-    if input_split_sizes is None:
-        sends = equal_shares("all_to_all", tensor, world_size, "or input_split_sizes, ")
-    else:
-        sends = checked_sizes(
-            "all_to_all: input_split_sizes", input_split_sizes, world_size, "numbers of rows"
+    sends = _splits("input_split_sizes", input_split_sizes, tensor, world_size)
+    if input_split_sizes is not None and sum(sends) != tensor.shape[0]:
+        raise ValueError(
+            f"all_to_all: input_split_sizes must add up to the tensor's {tensor.shape[0]} rows, "
+            f"got {sends}"
         )
-        if sum(sends) != tensor.shape[0]:
-            raise ValueError(
-                f"all_to_all: input_split_sizes must add up to the tensor's {tensor.shape[0]} "
-                f"rows, got {sends}"
-            )
-    if output_split_sizes is None:
-        gets = equal_shares("all_to_all", tensor, world_size, "or output_split_sizes, ")
-    else:
-        gets = checked_sizes(
-            "all_to_all: output_split_sizes", output_split_sizes, world_size, "numbers of rows"
-        )
+    gets = _splits("output_split_sizes", output_split_sizes, tensor, world_size)
     row_bytes = tensor_bytes(tensor) // max(tensor.shape[0], 1)
     own = group_rank(group)
     note_collective(row_bytes * (sum(sends) - sends[own]), row_bytes * (sum(gets) - gets[own]))
@@ -339,6 +328,12 @@ def all_to_all(
         return traced_all_to_all(tensor, sends, gets, group)
     result = result_tensor("all_to_all", tensor, (sum(gets), *tensor.shape[1:]), out)
     return issue_all_to_all(tensor, sends, gets, result, group, timeout)
+
+
+def _splits(name: str, given: Sequence[int] | None, tensor: Tensor, world_size: int) -> list[int]:
+    if given is None:
+        return equal_shares("all_to_all", tensor, world_size, f"or {name}, ")
+    return checked_sizes(f"all_to_all: {name}", given, world_size, "numbers of rows")
 
 
 def reduce_scatter(
@@ -392,9 +387,7 @@ def sum_of_shares(
 ) -> torch.futures.Future[Tensor]:
     """As :func:`reduce_scatter`, by an all-to-all; unchecked and uncounted, on any thread.
 
-    Args:
-        tensor, group: as there.
-        place: the place of the all-to-all; None for the next one, if it needs one.
+    ``place`` is that of the all-to-all; None for the next one, if it needs one.
     """
     ranks = group.size()
     if ranks == 1:
@@ -420,7 +413,6 @@ def issue_reduce_scatter(
         tensor: flat and contiguous, with equally many elements for each rank.
         out: flat and contiguous. Written.
         op: the backend's operation.
-        group: the process group.
         scale: the factor of the sum, if the backend does not support ``op``.
 
     Returns:
@@ -532,8 +524,6 @@ def wide_all_reduce(
         numel: the number of elements of the result; later ones of ``wire`` are padding.
         shards: memory for as many elements, of the same dtype and device; None while a compiler
             traces, since it plans memory itself.
-        group: the process group.
-        timeout: as for :func:`all_reduce`, of each collective.
 
     Returns:
         A Future of the sum, flat: in eager code a view of ``wire``.

@@ -46,13 +46,6 @@ SHARING_DEVICES = ("cuda",)
 _log = logging.getLogger(__name__)
 
 
-class _Allocation(NamedTuple):
-    """A rank's memory before others see it, and the function that shares it."""
-
-    memory: Tensor
-    share: Callable[[], tuple[list[Tensor], object]]
-
-
 def symmetric_buffers(
     buffers: MessageBuffers | None,
     codec: Codec,
@@ -71,10 +64,7 @@ def symmetric_buffers(
 
     Args:
         buffers: the caller's buffers, which stay from call to call; None for none.
-        codec: the codec of the messages.
         shards: the shards of a message, one for each rank.
-        device: the tensors' device.
-        group: the process group.
 
     Raises:
         RuntimeError: an earlier sum in these buffers has failed.
@@ -234,10 +224,10 @@ def _make(
     sum_bytes = max(*sizes, *tried, least[1])
     nbytes = SymmetricBuffers.bytes_for(ranks, message_bytes, sum_bytes)
     with torch.inference_mode(False), torch.no_grad():
-        made: Any = _together(group, lambda: _allocate(nbytes, device, group))
-        if made is None:
+        share: Any = _together(group, lambda: _allocate(nbytes, device, group))
+        if share is None:
             return None
-        shared: Any = _together(group, made.share)
+        shared: Any = _together(group, share)
         if shared is None:
             return None
 
@@ -284,7 +274,10 @@ def _together(group: dist.ProcessGroup, step: Callable[[], Any]) -> Any:
     return result
 
 
-def _allocate(nbytes: int, device: torch.device, group: dist.ProcessGroup) -> _Allocation:
+def _allocate(
+    nbytes: int, device: torch.device, group: dist.ProcessGroup
+) -> Callable[[], tuple[list[Tensor], object]]:
+    """Allocate a rank's memory; returns the function that lets others see it, and holds it."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
     memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
@@ -296,4 +289,4 @@ def _allocate(nbytes: int, device: torch.device, group: dist.ProcessGroup) -> _A
         memories = [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(group.size())]
         return memories, (memory, handle)
 
-    return _Allocation(memory, share)
+    return share

@@ -268,10 +268,6 @@ def try_out(
 
     Args:
         memory: unused memory, with room for :func:`trial_shards`.
-        codec: the codec of the messages.
-        ranks: the number of ranks.
-        device: the memory's device.
-        timeout: the timeout of each barrier. After one timeout a rank waits at no later barrier.
 
     Raises:
         MissedRankError: a barrier has failed.
@@ -309,6 +305,7 @@ class _Given(NamedTuple):
     error: Tensor | None
     shard_error: Tensor
     rounding: tuple[Tensor | None, Tensor | None]
+    scale: float
 
 
 class _Result(NamedTuple):
@@ -330,11 +327,7 @@ def _given(codec: BlockCodec, rank: int, ranks: int, step: int, device: torch.de
         )
         rounding = seeds[0], seeds[1]
     error = values.flip(0) * 2.0**-6 if step > 0 else None
-    return _Given(values, error, shard_error, rounding)
-
-
-def _scale(ranks: int, step: int) -> float:
-    return 1.0 / ranks if step > 0 else 1.0
+    return _Given(values, error, shard_error, rounding, 1.0 / ranks if step > 0 else 1.0)
 
 
 def _message(numel: int, device: torch.device) -> Tensor:
@@ -362,7 +355,7 @@ def _shared(
         views.shards,
         views.sum,
         shards[memory.rank].numel,
-        scale=_scale(ranks, step),
+        scale=given.scale,
         error=given.shard_error,
         rounding=given.rounding[1],
         failed=memory.failed,
@@ -390,7 +383,7 @@ def _expected(codec: BlockCodec, rank: int, ranks: int, step: int, device: torch
             part.contiguous(),
             sums[owner],
             shards[owner].numel,
-            scale=_scale(ranks, step),
+            scale=given[owner].scale,
             error=given[owner].shard_error,
             rounding=given[owner].rounding[1],
         )

@@ -119,9 +119,12 @@ def start_all_to_all(
     return _started(issued, result)
 
 
-@start_all_reduce.register_fake
-def _start_all_reduce_fake(tensor: Tensor, group_name: str, is_second: bool) -> Tensor:
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+start_all_reduce.register_fake(
+    lambda tensor, *_: torch.empty_like(tensor, memory_format=torch.contiguous_format)
+)
+start_all_to_all.register_fake(
+    lambda tensor, sends, gets, *_: tensor.new_empty((sum(gets), *tensor.shape[1:]))
+)
 
 
 @start_all_gather.register_fake
@@ -131,13 +134,6 @@ def _start_all_gather_fake(
     if sizes is None:
         return tensor.new_empty((_group(group_name).size(), *tensor.shape))
     return tensor.new_empty(sum(sizes))
-
-
-@start_all_to_all.register_fake
-def _start_all_to_all_fake(
-    tensor: Tensor, sends: Sequence[int], gets: Sequence[int], group_name: str, form: str
-) -> Tensor:
-    return tensor.new_empty((sum(gets), *tensor.shape[1:]))
 
 
 # ---- traced functions ----------------------------------------------------------------------------

@@ -239,15 +239,11 @@ def _make_backend(options: Any, _: object) -> _C.WireBackend:
     )
 
 
-def _close() -> None:
-    _process.close()
-
-
 def _forget() -> None:
     global _process
     keep_for_good(_process)  # its endpoints have threads that are not here
     _process = _Endpoints()
 
 
-atexit.register(_close)
+atexit.register(lambda: _process.close())  # those that are present then
 os.register_at_fork(after_in_child=_forget)

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,8 +42,7 @@ _MOST_SAMPLED, _SAMPLED_BUCKETS = 1 << 19, 2
 class FirstSteps:
     """Times and gradients of one model's first steps, on this rank.
 
-    Attributes:
-        is_sparse: whether a gradient was sparse.
+    ``is_sparse`` says whether a gradient was sparse.
     """
 
     def __init__(self) -> None:
@@ -53,12 +53,7 @@ class FirstSteps:
         self._bucket_count = 0
 
     def bucket_full(self, bucket: GradBucket, steps: int) -> None:
-        """Record that a bucket has all gradients.
-
-        Args:
-            bucket: the bucket.
-            steps: the number of steps before this one.
-        """
+        """Record that a bucket has all gradients, after this number of earlier steps."""
         if bucket.is_sparse():
             self.is_sparse = True
             return
@@ -115,12 +110,9 @@ def random_sample(buckets: Sequence[BucketMemory], seed: int) -> list[list[Tenso
     found = []
     for i, shapes in zip(_sampled_buckets(len(buckets)), sample_shapes(buckets), strict=True):
         to = buckets[i].device, buckets[i].gradient_dtype
-        found.append([_normal(shape, generator).to(*to) for shape in shapes])
+        made: Any = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+        found.append([torch.randn(shape, **made).to(*to) for shape in shapes])
     return [sample for sample in found if sample]
-
-
-def _normal(shape: torch.Size, generator: torch.Generator) -> Tensor:
-    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def _sampled_buckets(count: int) -> list[int]:
@@ -260,12 +252,9 @@ class auto(Hook):  # noqa: N801 (a hook is written as it is called)
         return found
 
     def propose(self, memory: HookMemory, number: int, reason: str) -> None:
-        """Propose a hook for a model. It counts once the current step has succeeded on all ranks.
+        """Propose the candidate of a number for a model, with the reason in words.
 
-        Args:
-            memory: the model's memory.
-            number: the hook's index in :attr:`candidates`.
-            reason: the reason, in words.
+        It counts once the current step has succeeded on all ranks.
         """
         self._progress(memory).proposed = number, reason
 
@@ -317,13 +306,10 @@ class auto(Hook):  # noqa: N801 (a hook is written as it is called)
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         memory = self.memory(bucket)
         if memory.choices[self._kind] == _OPEN and not torch.compiler.is_compiling():
-            self._look_at(bucket, memory)
+            owner = memory.owner
+            if isinstance(owner, HookMemory) and owner.world_size > 1:
+                self.first_steps(owner).bucket_full(bucket, owner.steps)
         return self._hook_of(memory).average(bucket)
-
-    def _look_at(self, bucket: GradBucket, memory: BucketMemory) -> None:
-        owner = memory.owner
-        if isinstance(owner, HookMemory) and owner.world_size > 1:
-            self.first_steps(owner).bucket_full(bucket, owner.steps)
 
     def result_dtype(self, bucket: GradBucket) -> torch.dtype:
         return self._hook_of(self.memory(bucket)).result_dtype(bucket)
@@ -360,33 +346,22 @@ class auto(Hook):  # noqa: N801 (a hook is written as it is called)
 
 
 class _Progress:
-    """The progress of the choice for one model.
-
-    Attributes:
-        first_steps: the records of its first steps.
-        proposed: the number of the hook that counts from the end of this step on, and the reason.
-        taken: the number of the last proposed hook that counts now, and the reason.
-        why_open: the reason why no hook is chosen.
-    """
+    """The progress of the choice for one model: ``first_steps`` has its records."""
 
     def __init__(self) -> None:
         self.first_steps = FirstSteps()
+        #: The number of the hook that counts from the end of this step on, and the reason.
         self.proposed: tuple[int, str] | None = None
+        #: Those of the last proposed hook that counts now.
         self.taken = 0, ""
+        #: The reason why no hook is chosen.
         self.why_open = f"its first {STEPS} steps are not over yet"
 
 
 def _default_hooks() -> list[Hook]:
     blockwise, fp8, topk = (hook_of_codec(CODECS[name]) for name in ("blockwise", "fp8", "topk"))
-    return [
-        cast(),
-        blockwise(),
-        fp8(),
-        blockwise(bits=4),
-        blockwise(bits=2),
-        topk(),
-        powersgd(rank=4),
-    ]
+    in_blocks = [blockwise(), fp8(), blockwise(bits=4), blockwise(bits=2)]
+    return [cast(), *in_blocks, topk(), powersgd(rank=4)]
 
 
 def _checked_hooks(hooks: object) -> list[Hook]:

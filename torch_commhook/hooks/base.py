@@ -473,12 +473,7 @@ class Hook(ABC):
 
 
 class FunctionHook(Hook):
-    """A user's callable as a hook. It has no memory.
-
-    Args:
-        function: called with ``state`` and a bucket.
-        state: its first argument.
-    """
+    """A user's callable as a hook, called with ``state`` and a bucket. It has no memory."""
 
     def __init__(self, function: Callable[..., Any], state: object) -> None:
         super().__init__()
@@ -507,11 +502,7 @@ def step_scale_of(
 
 
 def check_dense(hook: Hook, bucket: GradBucket) -> None:
-    """Refuse sparse and complex gradients.
-
-    Raises:
-        TypeError: the bucket holds sparse or complex gradients.
-    """
+    """Refuse sparse and complex gradients with a TypeError."""
     if not (bucket.is_sparse() or bucket.dtype().is_complex):
         return  # without the text: with dynamic shapes a compiler would make the seed a variable
     where = f"{hook} on bucket {bucket.index()} of {bucket.bucket_count()}: gradients must be "

@@ -15,9 +15,11 @@ from torch import Tensor
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.codecs.base import CODECS, Codec, decays_at_random
 from torch_commhook.codecs.block_codec import blockwise
-from torch_commhook.collectives.compressed import compressed_all_reduce
+from torch_commhook.collectives.compressed import (
+    compressed_all_reduce,
+    compressed_reduce_scatter,
+)
 from torch_commhook.collectives.compressed_call import shard_range
-from torch_commhook.collectives.compressed_chunks import compressed_reduce_scatter
 from torch_commhook.collectives.gloo_groups import check_place, exchanges, group_rank, resolve_group
 from torch_commhook.collectives.plain import all_reduce
 from torch_commhook.hooks.base import Hook, HookTraits, average_scale, check_dense, result_tensor
@@ -298,12 +300,7 @@ def instead_of(value: object) -> str | None:
 def check_is_hook(value: object, op: str) -> None:
     """Refuse a codec, and a function of the library that makes a hook.
 
-    Args:
-        value: the value in the place of a hook.
-        op: the function or class that got it, for errors.
-
-    Raises:
-        TypeError: names the hook to use instead.
+    The TypeError names ``op``, the function or class that got it, and the hook to use instead.
     """
     if isinstance(value, str) or (isinstance(value, type) and issubclass(value, Hook)):
         return  # check_hook refuses these
@@ -324,7 +321,6 @@ def check_inner_hook(where: str, hook: object, must: str = "must be") -> None:
 
     Args:
         where: names the other hook and its argument.
-        hook: the value.
         must: the argument's relation to the hook.
 
     Raises:

@@ -90,11 +90,7 @@ def parse_hook(expression: str, hooks: ModuleType | None = None) -> Any:
 
 
 def as_hook(hook: Any, op: str = "attach") -> Any:
-    """The hook itself, or the hook of an expression.
-
-    Args:
-        hook: a hook, or an expression.
-        op: the function's name in errors.
+    """The hook itself, or the hook of an expression; ``op`` is the function's name in errors.
 
     Raises:
         HookExpressionError: as :func:`parse_hook`; or the expression is ``none``.
@@ -110,22 +106,16 @@ def as_hook(hook: Any, op: str = "attach") -> Any:
 
 
 def parse_codec(expression: str) -> Any:
-    """Return the codec that ``expression`` describes; None for ``none``.
+    """Return the codec that a call such as ``blockwise(bits=4)``, or a bare name, describes.
 
-    Args:
-        expression: a call of a codec of the library, such as ``blockwise(bits=4)``, a bare name, or
-            ``none``.
-
-    Raises:
-        HookExpressionError: the expression has another form, a name is unknown, or the arguments
-            do not fit the codec.
+    None for ``none``. Raises as :func:`parse_hook`, for codecs.
     """
     text = expression.strip()
     if text.lower() == NO_HOOK:
         return None
     from torch_commhook import codecs
 
-    return _CodecBuilder(text, codecs).build()
+    return _Builder(text, codecs, "codec").build()
 
 
 def check_hook(expression: str, hooks: ModuleType | None = None) -> None:
@@ -157,22 +147,15 @@ def public_names(hooks: ModuleType) -> list[str]:
 
 
 class _Builder:
-    """Makes the hook of one expression from its syntax tree."""
+    """Makes the hook or the codec of one expression from its syntax tree."""
 
-    kind = "hook"
-    forms = f"as in cast(bfloat16), or {NO_HOOK}, or FILE.py:NAME"
-
-    def __init__(self, text: str, hooks: ModuleType) -> None:
-        self.text = text
-        self.hooks = hooks
-        self.names = self.callable_names()
-
-    def callable_names(self) -> list[str]:
-        return public_names(self.hooks)
-
-    def check(self, built: Any) -> None:
-        if not callable(built):
-            raise self._error("is only a part of a hook")
+    def __init__(self, text: str, hooks: ModuleType, kind: str = "hook") -> None:
+        self.text, self.hooks, self.kind = text, hooks, kind
+        if kind == "codec":
+            self.names, self.forms = sorted(hooks.CODECS), f"as in blockwise(bits=8), or {NO_HOOK}"
+        else:
+            self.names = public_names(hooks)
+            self.forms = f"as in cast(bfloat16), or {NO_HOOK}, or FILE.py:NAME"
 
     def build(self) -> Any:
         if len(self.text) > _MOST_CHARACTERS:
@@ -186,7 +169,8 @@ class _Builder:
         self._check_depth(node)
         # A bare name is a call without arguments.
         hook = self._call(node, [], {}) if isinstance(node, ast.Name) else self._value(node)
-        self.check(hook)
+        if self.kind == "hook" and not callable(hook):
+            raise self._error("is only a part of a hook")
         return hook
 
     def _check_depth(self, tree: ast.expr) -> None:
@@ -297,19 +281,6 @@ def _hierarchical(
     return hook(*map(codec_of, arguments), **given)
 
 
-class _CodecBuilder(_Builder):
-    """Makes the codec of one expression from its syntax tree."""
-
-    kind = "codec"
-    forms = f"as in blockwise(bits=8), or {NO_HOOK}"
-
-    def callable_names(self) -> list[str]:
-        return sorted(self.hooks.CODECS)
-
-    def check(self, built: Any) -> None:
-        """Accept it: everything in the table of codecs is a codec."""
-
-
 def _shortened(text: str) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
@@ -317,11 +288,9 @@ def _shortened(text: str) -> str:
 def _bind(
     function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], str | None]:
-    """Bind arguments to a function's parameters.
+    """Bind arguments to a function's parameters: the arguments by parameter name, and None.
 
-    Returns:
-        The arguments by parameter name, and None. If they do not fit: only ``keywords``, and the
-        reason; no reason if the parameters are unknown.
+    If they do not fit: only ``keywords``, and the reason; no reason if the parameters are unknown.
     """
     try:
         signature = inspect.signature(function)

@@ -307,7 +307,7 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
         for fragment in range(self.fragments):
             places = [i for i, name in enumerate(names) if number_of[name] == fragment]
             if places:
-                self._prepare(memory.part(_part_name(fragment), places))
+                self._prepare(memory.part(f"fragment {fragment}", places))
 
     def _prepare(self, memory: BucketMemory) -> None:
         self._anchors(memory)
@@ -315,17 +315,12 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
         self.hook.prepare(memory)
 
     def pieces(self, memory: BucketMemory, fragment: int | None) -> list[BucketMemory]:
-        """The memories of the parts of a bucket that are exchanged by themselves.
-
-        Args:
-            memory: the bucket's memory.
-            fragment: the fragment; None for all.
-        """
+        """The memories of a bucket's parts that are exchanged one by one: of a fragment, or all."""
         if self.fragments == 1:
             return [memory]
         if fragment is None:
             return list(memory.parts.values())
-        part = memory.parts.get(_part_name(fragment))
+        part = memory.parts.get(f"fragment {fragment}")
         return [] if part is None else [part]
 
     def step_counted(self, memory: HookMemory) -> None:
@@ -350,12 +345,8 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
     def distance(self, memory: BucketMemory, *, unsent: bool = False) -> Tensor:
         """The parameters' distance since the last exchange: old values minus present ones.
 
-        Args:
-            memory: the bucket's memory.
-            unsent: whether to add the hook's unsent errors.
-
-        Returns:
-            A flat tensor of the parameters' dtype, in the bucket's order.
+        A flat tensor of the parameters' dtype, in the bucket's order. ``unsent`` adds the hook's
+        unsent errors.
         """
         # Not kept: it would stay unused for all steps between two exchanges.
         flat = torch.empty(memory.numel, dtype=memory.dtype, device=memory.device)
@@ -368,9 +359,7 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
     def means(self, memory: BucketMemory, result: Tensor) -> list[Tensor]:
         """The mean distance of each parameter, with its shape and the anchor's dtype.
 
-        Args:
-            memory: the bucket's memory.
-            result: the hook's mean of the ranks' distances.
+        ``result`` is the hook's mean of the ranks' distances.
         """
         return list(memory.layout.views(result.to(precise(memory.dtype))))
 
@@ -385,7 +374,6 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
         """Move the anchor by the ranks' mean distance, and the parameters to the anchor.
 
         Args:
-            memory: the bucket's memory.
             means: the result of :meth:`means`.
             unsent: whether the means include all unsent errors.
             mix: the weight of the parameters' present values.
@@ -508,10 +496,6 @@ def _rounded(values: list[Tensor], memory: BucketMemory) -> list[Tensor]:
         value.to(parameter.dtype)
         for value, parameter in zip(values, memory.parameters, strict=True)
     ]
-
-
-def _part_name(fragment: int) -> str:
-    return f"fragment {fragment}"
 
 
 def precise(dtype: torch.dtype) -> torch.dtype:

@@ -74,6 +74,7 @@ class Plan:
         vectors: number, offset and length of the other gradients.
         matrices: the number of matrices in all groups.
         vector_numel, left_numel, right_numel: the number of elements of all vectors and factors.
+        wire_numel: the number of elements of vectors and left factors, which are sent together.
     """
 
     def __init__(self, text: str) -> None:
@@ -84,20 +85,13 @@ class Plan:
         self.groups: list[MatrixGroup] = []
         self.matrices = self.left_numel = self.right_numel = 0
         for rows, columns, offset, distance, numbers in groups:
-            group = MatrixGroup(
-                rows,
-                columns,
-                tuple(numbers),
-                offset,
-                distance,
-                self.matrices,
-                self.left_numel,
-                self.right_numel,
-            )
+            before = self.matrices, self.left_numel, self.right_numel
+            group = MatrixGroup(rows, columns, tuple(numbers), offset, distance, *before)
             self.groups.append(group)
             self.matrices += len(group)
             self.left_numel += len(group) * self.rank * rows
             self.right_numel += len(group) * self.rank * columns
+        self.wire_numel = self.vector_numel + self.left_numel
         self.parameters = self.matrices + len(self.vectors)
         self._fresh: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
 
@@ -105,12 +99,8 @@ class Plan:
     def of(cls, layout: BucketLayout, rank: int, seed: int, min_compression_rate: float) -> Plan:
         """Make the plan of a bucket.
 
-        Args:
-            layout: the bucket's layout.
-            rank: the rank of the products.
-            seed: the seed of the factors' first values.
-            min_compression_rate: a gradient is compressed if its factors have at least this many
-                times fewer elements.
+        A gradient is compressed if its factors have at least ``min_compression_rate`` times fewer
+        elements. The other arguments are the attributes.
         """
         groups: list[list[Any]] = []
         latest: dict[tuple[int, int], list[Any]] = {}  # for each shape, the group that may grow
@@ -233,12 +223,8 @@ def orthonormalize(left: Tensor, plan: Plan, out: Tensor) -> None:
     """Write orthonormal bases of the spaces that the left factors span.
 
     Uses Gram matrices and elimination (Cholesky's method), twice, in float64. A direction that
-    depends on earlier ones becomes zeros. No step waits for values on a device.
-
-    Args:
-        left: the left factors, ``left_numel`` elements.
-        plan: their plan.
-        out: as ``left``. Written. A matrix with a factor that is not finite gets NaN.
+    depends on earlier ones becomes zeros. No step waits for values on a device. ``left`` and
+    ``out`` have ``left_numel`` elements. A matrix with a factor that is not finite gets NaN.
     """
     exact = left.to(torch.float64)
     if plan.rank > 1:  # the first pass is as good as the factor's condition allows
@@ -266,9 +252,8 @@ def _orthonormal(left: Tensor, plan: Plan) -> Tensor:
 def _eliminate(gram: Tensor) -> Tensor:
     """Matrices that make vectors orthonormal: their rows times the vectors are the basis.
 
-    Args:
-        gram: the vectors' inner products, ``(matrices, rank, rank)``; each vector has length 1 or
-            0. Overwritten.
+    ``gram`` has the vectors' inner products, ``(matrices, rank, rank)``; each vector has length 1
+    or 0. It is overwritten.
     """
     rank = gram.shape[1]
     change = torch.eye(rank, dtype=gram.dtype, device=gram.device).repeat(len(gram), 1, 1)
@@ -401,11 +386,8 @@ def restore(
     if plan.vectors:
         unflatten_into(wire[: plan.vector_numel], plan.split_vectors(result))
     for group, first in zip(plan.groups, plan.fresh(q.dtype, q.device), strict=True):
-        stack, p, average = (
-            plan.stack(result, group),
-            plan.left(left, group),
-            plan.right(right, group),
-        )
+        stack, p = plan.stack(result, group), plan.left(left, group)
+        average = plan.right(right, group)
         _ops.low_rank_product(p, average, stack)
         factors = plan.right(q, group)
         lengths = torch.linalg.vector_norm(average, dim=2, keepdim=True, dtype=torch.float64)
@@ -486,17 +468,14 @@ def powersgd_left(
     found = _checked_plan("powersgd_left", plan)
     _check_sources("powersgd_left", found, sources)
     _check_factors("powersgd_left", found, work, q=(q, found.right_numel))
-    wire = q.new_empty(found.vector_numel + found.left_numel)
+    wire = q.new_empty(found.wire_numel)
     left_factors(sources, work, q, found, wire, scale=scale, adds=adds)
     return wire
 
 
-@powersgd_left.register_fake
-def _powersgd_left_fake(
-    sources: list[Tensor], work: Tensor, q: Tensor, plan: str, scale: float, adds: bool
-) -> Tensor:
-    found = plan_of(plan)
-    return q.new_empty(found.vector_numel + found.left_numel)
+powersgd_left.register_fake(
+    lambda sources, work, q, plan, scale, adds: q.new_empty(plan_of(plan).wire_numel)
+)
 
 
 @torch.library.custom_op("commhook::powersgd_right", mutates_args=("work",))
@@ -505,18 +484,14 @@ def powersgd_right(
 ) -> tuple[Tensor, Tensor]:
     """Run :func:`right_factors`; returns P and the wire tensor."""
     found = _checked_plan("powersgd_right", plan)
-    _check_factors(
-        "powersgd_right", found, work, wire=(wire, found.vector_numel + found.left_numel)
-    )
+    _check_factors("powersgd_right", found, work, wire=(wire, found.wire_numel))
     left, right = work.new_empty(found.left_numel), work.new_empty(found.right_numel)
     right_factors(work, wire, found, left, right, scale=scale, keeps_error=keeps_error)
     return left, right
 
 
 @powersgd_right.register_fake
-def _powersgd_right_fake(
-    work: Tensor, wire: Tensor, plan: str, scale: float, keeps_error: bool
-) -> tuple[Tensor, Tensor]:
+def _powersgd_right_fake(work: Tensor, wire: Tensor, plan: str, *_: Any) -> tuple[Tensor, Tensor]:
     found = plan_of(plan)
     return work.new_empty(found.left_numel), work.new_empty(found.right_numel)
 
@@ -538,7 +513,7 @@ def powersgd_restore(
         found,
         work,
         q=(q, found.right_numel),
-        wire=(wire, found.vector_numel + found.left_numel),
+        wire=(wire, found.wire_numel),
         left=(left, found.left_numel),
         right=(right, found.right_numel),
     )
@@ -547,14 +522,6 @@ def powersgd_restore(
     return result
 
 
-@powersgd_restore.register_fake
-def _powersgd_restore_fake(
-    q: Tensor,
-    work: Tensor,
-    wire: Tensor,
-    left: Tensor,
-    right: Tensor,
-    plan: str,
-    keeps_error: bool,
-) -> Tensor:
-    return q.new_empty(plan_of(plan).numel)
+powersgd_restore.register_fake(
+    lambda q, work, wire, left, right, plan, keeps_error: q.new_empty(plan_of(plan).numel)
+)

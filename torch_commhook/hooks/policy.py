@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook.buckets.grad_bucket import GradBucket
+from torch_commhook.buckets.layout import BucketLayout
 from torch_commhook.codecs.base import CODECS
 from torch_commhook.collectives.futures import TracedFuture, completed, then_all
 from torch_commhook.hooks.base import Hook, HookTraits, is_traceable, result_tensor
@@ -146,11 +147,7 @@ class policy(Hook):  # noqa: N801 (a hook is written as it is called)
             piece = _Part(bucket, gradients, part_memory, group)
             futures.append(_as_future(self._hooks[int(number)].average(piece)))
         result = result_tensor(bucket, memory)
-        layout = memory.layout
-        pieces = [
-            result.narrow(0, offset, length)
-            for offset, length in zip(layout.offsets, layout.lengths, strict=True)
-        ]
+        pieces = _pieces(memory.layout, result)
         places_of = [part.places for part in memory.parts.values()]
 
         def write(values: list[Tensor]) -> Tensor:
@@ -262,12 +259,12 @@ def _gradients(bucket: GradBucket) -> Sequence[Tensor]:
     sources = bucket.sources()
     if len(sources) == len(bucket.parameters()):
         return sources
-    layout = bucket.layout()
-    buffer = bucket.buffer()
-    return [
-        buffer.narrow(0, offset, length)
-        for offset, length in zip(layout.offsets, layout.lengths, strict=True)
-    ]
+    return _pieces(bucket.layout(), bucket.buffer())
+
+
+def _pieces(layout: BucketLayout, flat: Tensor) -> list[Tensor]:
+    places = zip(layout.offsets, layout.lengths, strict=True)
+    return [flat.narrow(0, offset, length) for offset, length in places]
 
 
 def _as_future(value: Any) -> Any:

@@ -279,7 +279,7 @@ class _LowRankAverage:
             )
             return wire
         plan = plan_of(self.text)
-        wire = self._buffer("wire", plan.vector_numel + plan.left_numel)
+        wire = self._buffer("wire", plan.wire_numel)
         left_factors(
             sources, self.work, self.q, plan, wire, scale=self.scale, adds=self.keeps_error
         )
@@ -288,24 +288,15 @@ class _LowRankAverage:
     def _right_factors(self, wire: Tensor) -> Tensor:
         self.wire = wire
         right: Tensor
+        settings: Any = {"scale": self.scale, "keeps_error": self.keeps_error}
         if self.is_traced:
-            self.left, right = powersgd_right(
-                self.work, wire, self.text, self.scale, self.keeps_error
-            )
+            self.left, right = powersgd_right(self.work, wire, self.text, **settings)
             return right
         plan = plan_of(self.text)
         with timed(self.meter, "encode"):
             self.left = self._buffer("left", plan.left_numel)
             right = self._buffer("right", plan.right_numel)
-            right_factors(
-                self.work,
-                wire,
-                plan,
-                self.left,
-                right,
-                scale=self.scale,
-                keeps_error=self.keeps_error,
-            )
+            right_factors(self.work, wire, plan, self.left, right, **settings)
         if self.meter is not None and self.meter.is_due():
             self.meter.note_squares(*self._squares(right))
         return right
@@ -323,23 +314,13 @@ class _LowRankAverage:
 
     def _restore(self, right: Tensor) -> Tensor:
         result: Tensor
+        factors = self.q, self.work, self.wire, self.left, right
         if self.is_traced:
-            result = powersgd_restore(
-                self.q, self.work, self.wire, self.left, right, self.text, self.keeps_error
-            )
+            result = powersgd_restore(*factors, self.text, self.keeps_error)
         else:
-            result = self.result
+            result, plan = self.result, plan_of(self.text)
             with timed(self.meter, "decode"):
-                restore(
-                    self.q,
-                    self.work,
-                    self.wire,
-                    self.left,
-                    right,
-                    plan_of(self.text),
-                    result,
-                    keeps_error=self.keeps_error,
-                )
+                restore(*factors, plan, result, keeps_error=self.keeps_error)
         if self.error is not None and self.error is not self.work:
             if self.error.dtype == torch.bfloat16:
                 most = torch.finfo(torch.bfloat16).max

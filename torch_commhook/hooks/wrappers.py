@@ -307,26 +307,24 @@ class after(Wrapper):  # noqa: N801
             )
         self.hook.check_capture(memory)
 
-    def _hook_of(self, bucket: GradBucket) -> Hook:
-        return self._hook_after(self.memory(bucket).past)
-
     def _hook_after(self, past: Mapping[int, bool]) -> Hook:
         return self.hook if past.get(self.step) else self.before
 
-    def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        current = self._hook_of(bucket)
+    def _hook_of_now(self, bucket: GradBucket) -> Hook:
+        memory = self.memory(bucket)
+        current = self._hook_after(memory.past)
         if current is self.hook:
-            self._take_over(self.memory(bucket))
-        return current.average(bucket)
+            self._take_over(memory)
+        return current
+
+    def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        return self._hook_of_now(bucket).average(bucket)
 
     def result_dtype(self, bucket: GradBucket) -> torch.dtype:
-        return self._hook_of(bucket).result_dtype(bucket)
+        return self._hook_after(self.memory(bucket).past).result_dtype(bucket)
 
     def average_shard(self, bucket: ShardedBucket) -> torch.futures.Future[Tensor]:
-        current = self._hook_of(bucket)
-        if current is self.hook:
-            self._take_over(self.memory(bucket))
-        return current.average_shard(bucket)
+        return self._hook_of_now(bucket).average_shard(bucket)
 
     def __repr__(self) -> str:
         before = "" if self._before_is_plain else f", before={self.before}"
@@ -467,6 +465,4 @@ def total_norm(results: list[Tensor]) -> Tensor:
     return _total_norm(results)
 
 
-@total_norm.register_fake
-def _total_norm_fake(results: list[Tensor]) -> Tensor:
-    return results[0].new_empty((), dtype=torch.float64)
+total_norm.register_fake(lambda results: results[0].new_empty((), dtype=torch.float64))

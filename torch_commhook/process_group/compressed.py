@@ -13,9 +13,9 @@ from torch import Tensor
 
 from torch_commhook import _C
 from torch_commhook.codecs.base import Codec, mix_seeds
-from torch_commhook.collectives.compressed import compressed_all_reduce
-from torch_commhook.collectives.compressed_chunks import (
+from torch_commhook.collectives.compressed import (
     compressed_all_gather,
+    compressed_all_reduce,
     compressed_reduce_scatter,
 )
 from torch_commhook.collectives.futures import (

@@ -45,7 +45,7 @@ from torch_commhook.attachment.training_state import BeforeForward, register_fir
 from torch_commhook.buckets.grad_bucket import hook_on_bucket
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.agreement import agree_across
-from torch_commhook.collectives.compressed_chunks import compressed_all_gather
+from torch_commhook.collectives.compressed import compressed_all_gather
 from torch_commhook.collectives.issuing import issue_all_gather, issue_unseen
 from torch_commhook.collectives.plain import issue_reduce_scatter
 from torch_commhook.hooks.mean import allreduce
