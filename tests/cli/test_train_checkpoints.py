@@ -28,9 +28,9 @@ from torch_commhook.cli.checkpoint import (
     write_checkpoint,
 )
 from torch_commhook.cli.text_model import ByteTransformer, Traffic
+from torch_commhook.cli.train import Run, _restore, _save, make_optimizer
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.cli.train_options import parse_options
-from torch_commhook.cli.train_rank import Run, _restore, _save, make_optimizer
 from torch_commhook.cli.world import World
 from torch_commhook.testing import run_ranks
 
@@ -134,7 +134,7 @@ def test_a_failed_periodic_checkpoint_warns_and_the_last_one_raises(
     assert save() == Path("c.pt")
     before = Path("c.pt").read_bytes()
     with monkeypatch.context() as patched:
-        patched.setattr("torch_commhook.cli.train_rank.write_checkpoint", Mock(side_effect=error))
+        patched.setattr("torch_commhook.cli.train.write_checkpoint", Mock(side_effect=error))
         run.step = 3
         assert save() is None and Path("c.pt").read_bytes() == before
         said = f"warning: no checkpoint of step 3: {error}"
