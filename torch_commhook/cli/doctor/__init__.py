@@ -23,6 +23,7 @@ from torch_commhook.cli.doctor.build import (
     library_error,
 )
 from torch_commhook.cli.doctor.meeting import (
+    REPORT_IT,
     Finding,
     NoMeetingError,
     Settings,
@@ -109,25 +110,23 @@ def _parser() -> argparse.ArgumentParser:
 
 def _settings(options: argparse.Namespace) -> tuple[Settings, list[Finding]]:
     """The settings of the checks, and a finding if the launcher's ranks cannot meet."""
-    alone = Settings(options.timeout, options.backend)
+    settings = Settings(options.timeout, options.backend)
     try:
         os.environ.update(slurm_variables(os.environ))
         place = read_launch_environment(os.environ)
+        if place is None or place.launcher_pid is not None:
+            return settings, []
+        settings = replace(settings, place=place)
+        meeting = None if place.size == 1 else meet(place, options.timeout)
+        return replace(settings, meeting=meeting), []
     except LaunchError as error:
+        reason = str(error)
         advice = "Start doctor by torchrun or srun, or unset RANK, WORLD_SIZE and MASTER_ADDR."
-        return alone, [Finding.error("this rank", str(error), advice, group="ranks")]
-    if place is None or place.launcher_pid is not None:
-        return alone, []
-    settings = replace(alone, place=place)
-    if place.size == 1:
-        return settings, []
-    try:
-        return replace(settings, meeting=meet(place, options.timeout)), []
     except NoMeetingError as error:
         reason, advice = error.args
-        return settings, [Finding.error("this rank", reason, advice, group="ranks")]
     except (ImportError, OSError, AttributeError):  # no torch, or one without torch.distributed
         return settings, []
+    return settings, [Finding("this rank", reason, "error", advice, group="ranks")]
 
 
 def _checked(name: str, settings: Settings) -> list[Finding]:
@@ -137,6 +136,5 @@ def _checked(name: str, settings: Settings) -> list[Finding]:
         found.extend(CHECKS[name](settings))
     except Exception as error:  # the other checks go on
         text = f"{type(error).__name__}: {first_line(error)}"
-        advice = "Report this with the whole output of doctor."
-        found.append(Finding.error(f"check of {name}", text, advice))
+        found.append(Finding(f"check of {name}", text, "error", REPORT_IT))
     return [replace(finding, group=name) for finding in found]

@@ -46,16 +46,6 @@ class Finding:
     advice: str = ""
     rank: int | None = None
 
-    @classmethod
-    def warning(cls, name: str, value: str, advice: str, group: str = "") -> Finding:
-        """A finding that does not change the exit code."""
-        return cls(name, value, "warning", advice, group=group)
-
-    @classmethod
-    def error(cls, name: str, value: str, advice: str, group: str = "") -> Finding:
-        """A finding that makes the exit code 1."""
-        return cls(name, value, "error", advice, group=group)
-
 
 def count(findings: Sequence[Finding], level: Level) -> int:
     """The number of findings with a level."""
@@ -83,6 +73,10 @@ def as_text(findings: Sequence[Finding]) -> str:
     errors, warnings = count(findings, "error"), count(findings, "warning")
     lines.append(f"doctor: {pluralize(errors, 'error')}, {pluralize(warnings, 'warning')}")
     return "\n".join(lines)
+
+
+#: The advice on an error that no check explains.
+REPORT_IT = "Report this with the whole output of doctor."
 
 
 def first_line(error: BaseException) -> str:
@@ -130,12 +124,7 @@ class Meeting:
         return list(self.values("came", range(self.size), left))
 
     def values(self, key: str, ranks: Iterable[int], timeout: float) -> dict[int, str]:
-        """Wait for the values that ranks set.
-
-        Args:
-            key: each rank sets ``key/rank``.
-            ranks: the ranks to wait for.
-            timeout: the seconds for all of them.
+        """Wait until these ranks have set ``key/rank``, for at most ``timeout`` seconds in all.
 
         Returns:
             The values by rank, of the ranks that have set one in time.
@@ -162,17 +151,16 @@ class Meeting:
             On rank 0, its own findings and the warnings and errors of all other ranks. On another
             rank, its own findings, without waiting.
         """
-        mine = list(findings)
-        merged = list(mine)
+        merged = list(findings)
         with suppress(RuntimeError):  # the store has gone
             if self.rank:
-                wrong = [asdict(finding) for finding in mine if finding.level != "ok"]
+                wrong = [asdict(finding) for finding in findings if finding.level != "ok"]
                 self.store.set(f"findings/{self.rank}", json.dumps(wrong))
-                return mine
+                return merged
             others = self.ranks()[1:]
             for rank, text in self.values("findings", others, _REPORT_SECONDS).items():
                 theirs = [Finding(**fields) for fields in json.loads(text)]
-                merged += [replace(each, rank=rank) for each in theirs if each not in mine]
+                merged += [replace(each, rank=rank) for each in theirs if each not in findings]
         return merged
 
     def leave(self) -> None:
@@ -189,9 +177,7 @@ class Meeting:
 def meet(place: LaunchEnvironment, timeout: float) -> Meeting:
     """Connect to the store at MASTER_ADDR and MASTER_PORT; rank 0 starts it unless torchrun has.
 
-    Args:
-        place: this rank's place.
-        timeout: the seconds for the connection, and for the other ranks to come.
+    The connection may take ``timeout`` seconds, and so may the other ranks.
 
     Raises:
         NoMeetingError: the store cannot be started or reached.
@@ -203,13 +189,8 @@ def meet(place: LaunchEnvironment, timeout: float) -> Meeting:
     if not is_host:
         _await_port(place.rank, host, port, timeout)
     try:
-        store = dist.TCPStore(
-            host,
-            port,
-            is_master=is_host,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout),
-        )
+        limit = timedelta(seconds=timeout)
+        store = dist.TCPStore(host, port, is_master=is_host, wait_for_workers=False, timeout=limit)
     except RuntimeError as error:
         raise NoMeetingError(
             f"rank {place.rank} has no store at {with_port(host, port)}: {first_line(error)}",
