@@ -176,12 +176,7 @@ def _is_rank_state(state: object) -> bool:
 def check_fits(
     checkpoint: Checkpoint, model: nn.Module, groups: Sequence[Sequence[Tensor]]
 ) -> None:
-    """Check that a model and its AdamW can load the tensors of ``checkpoint``.
-
-    Args:
-        checkpoint: the checkpoint.
-        model: the model.
-        groups: the optimizer's groups of parameters of ``model``.
+    """Check that a model and its AdamW, of these groups of parameters, can load ``checkpoint``.
 
     Raises:
         CheckpointError: a tensor is missing, superfluous, or of another shape or dtype.

@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -202,6 +203,8 @@ def given_fields(given: Mapping[str, Any], owner: Any) -> dict[str, Any]:
 #: The most threads of a rank. Like other limits, it refuses what would only fail in the ranks.
 MOST_THREADS = 1024
 
+_communication = partial(option, group="communication")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorldOptions:
@@ -211,30 +214,21 @@ class WorldOptions:
         notes: remarks to print before the run.
     """
 
-    timeout: float = option(
-        at_most(30 * 24 * 3600, positive_float),
-        "timeout of a collective, in seconds",
-        300.0,
-        group="communication",
+    timeout: float = _communication(
+        at_most(30 * 24 * 3600, positive_float), "timeout of a collective, in seconds", 300.0
     )
-    device: str = option(
+    device: str = _communication(
         str,
         "auto: CUDA if each rank of this machine has a GPU of its own, else the CPU",
         "auto",
-        group="communication",
         choices=("auto", "cpu", "cuda"),
     )
-    backend: str = option(
-        str,
-        "auto: NCCL on CUDA, Gloo on the CPU",
-        "auto",
-        group="communication",
-        choices=("auto", "gloo", "nccl"),
+    backend: str = _communication(
+        str, "auto: NCCL on CUDA, Gloo on the CPU", "auto", choices=("auto", "gloo", "nccl")
     )
-    threads: int = option(
+    threads: int = _communication(
         at_most(MOST_THREADS, positive_int),
         "threads of a rank on the CPU",
         shown="cores // ranks",
-        group="communication",
     )
     notes: tuple[str, ...] = ()

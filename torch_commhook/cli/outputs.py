@@ -28,12 +28,7 @@ _STEP = "{step}"
 
 
 def metrics_name(number: int, *, is_plain: bool) -> str:
-    """The name of the file for the steps of a run.
-
-    Args:
-        number: the number of the run. Run 0 has the hook of ``--hook``.
-        is_plain: whether the run has no hook.
-    """
+    """The name of the file for the steps of a run. Run 0 has the hook of ``--hook``."""
     if number == 0:
         return METRICS
     return PLAIN_METRICS if is_plain else f"metrics-{number + 1}.jsonl"
@@ -74,12 +69,9 @@ def check_picture(path: Path) -> None:
 
 
 def check_results(folder: Path, names: Sequence[str], folders: Sequence[str] = ()) -> None:
-    """Raise OutputError unless the results can be written. Leaves no file.
+    """Raise OutputError unless the results can be written to ``folder``. Leaves no file.
 
-    Args:
-        folder: the folder of the results.
-        names: the files in this folder.
-        folders: folders in this folder that take new files.
+    They are files of these ``names``, and new files in ``folders`` within ``folder``.
     """
     _check_folder(folder)
     for name in folders:
@@ -94,14 +86,8 @@ def check_results(folder: Path, names: Sequence[str], folders: Sequence[str] = (
 def check_apart(save: Path, last_step: int, folder: Path, names: Sequence[str], ranks: int) -> None:
     """Raise OutputError if a checkpoint has the path of another file of the run, or is its folder.
 
-    An interrupt may save any step up to the last one.
-
-    Args:
-        save: the path of ``--save``.
-        last_step: the last step of the run.
-        folder: the folder of the results.
-        names: the files of the results.
-        ranks: the number of ranks. Each of them may write a log to ``folder``.
+    An interrupt may save any step up to the last one. ``folder`` gets files of these ``names``, and
+    may get a log of each rank.
     """
     results = {
         _real(folder / name): folder / name
@@ -181,13 +167,8 @@ def open_logs(
 ) -> list[StepLog]:
     """Open the logs of a run, except ``jsonl``: the run always writes ``metrics.jsonl``.
 
-    Args:
-        logs: names of logs, as for ``--log``.
-        out: the folder of the results.
-        run: the name of the run, different for each hook.
-        hook: the hook as text.
-        config: the settings of the run.
-        first_step: the number of steps before the run.
+    ``out`` is the folder of the results, ``run`` a name that is different for each hook, and
+    ``first_step`` the number of steps before the run.
     """
     found: list[StepLog] = []
     if "tensorboard" in logs:

@@ -248,33 +248,26 @@ def prepare(
 
 
 def _in_ddp(model: nn.Module, config: TrainConfig, world: World) -> DistributedDataParallel:
+    """The model in DDP, after a tiny backward, by which DDP forms its last buckets.
+
+    DDP rebuilds its buckets once, after the first step. A hook's result may depend on the buckets.
+    So otherwise, the first step of a resumed run would differ from the same step of an
+    uninterrupted run.
+    """
+    caps = list(config.bucket_cap_mb)
+    sizes: dict[str, Any] = {"bucket_cap_mb": max(caps)}
+    if len(caps) > 1 and "bucket_cap_mb_list" in signature(DistributedDataParallel).parameters:
+        sizes = {"bucket_cap_mb_list": caps}  # torch 2.13 and newer
     ddp = DistributedDataParallel(
         model,
         device_ids=None if world.device.type == "cpu" else [world.device],
-        **_bucket_sizes(config),
+        **sizes,
         gradient_as_bucket_view=True,  # saves a copy of all gradients
     )
-    _settle_buckets(ddp, world)
-    return ddp
-
-
-def _bucket_sizes(config: TrainConfig) -> dict[str, Any]:
-    """The arguments of DDP for the buckets. Before torch 2.13 all buckets have the largest size."""
-    caps = list(config.bucket_cap_mb)
-    if len(caps) > 1 and "bucket_cap_mb_list" in signature(DistributedDataParallel).parameters:
-        return {"bucket_cap_mb_list": caps}
-    return {"bucket_cap_mb": max(caps)}
-
-
-def _settle_buckets(ddp: DistributedDataParallel, world: World) -> None:
-    """Make DDP rebuild its buckets now, by a tiny backward, before a hook is attached.
-
-    DDP rebuilds its buckets once, after the first step. A hook's result may depend on the buckets.
-    So the first step of a resumed run would differ from the same step of an uninterrupted run.
-    """
     byte = torch.zeros(1, 1, dtype=torch.int64, device=world.device)
     ddp(byte, byte).backward()
     ddp.zero_grad(set_to_none=True)
+    return ddp
 
 
 def _restore(
@@ -453,13 +446,6 @@ def _print_start(
             print("note: the text differs from that of the checkpoint", file=sys.stderr)
 
 
-def _plot_title(options: TrainOptions) -> str:
-    config = options.config
-    how = "" if config.parallel == "ddp" else f", {config.parallel}"
-    ranks = pluralize(config.ranks, "rank")
-    return f"byte-level transformer, {_parameters(config)}, {ranks}{how}"
-
-
 def _parameters(config: TrainConfig) -> str:
     with torch.device("meta"):
         count = ByteTransformer(config.layers, config.dim, config.heads).parameter_count()
@@ -467,13 +453,16 @@ def _parameters(config: TrainConfig) -> str:
 
 
 def _print_end(options: TrainOptions, results: list[report.RunResult]) -> None:
-    out = options.out
+    config, out = options.config, options.out
     print(f"\n{report.format_table(results)}\n")
     print(report.format_final_loss(results[0]), flush=True)
     for result in results:
         if result.choice:
             print(f"{result.hook} averaged with {result.choice}", flush=True)
-    if not report.draw_loss(out / PLOT, results, title=_plot_title(options)):
+    how = "" if config.parallel == "ddp" else f", {config.parallel}"
+    ranks = pluralize(config.ranks, "rank")
+    title = f"byte-level transformer, {_parameters(config)}, {ranks}{how}"
+    if not report.draw_loss(out / PLOT, results, title):
         print(f"no {PLOT}: {MATPLOTLIB_IS_MISSING}")
     last = results[-1]
     if last.is_interrupted:

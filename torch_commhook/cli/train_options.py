@@ -12,12 +12,8 @@ from typing import Any
 
 import torch
 
-from torch_commhook.cli.checkpoint import (
-    Checkpoint,
-    CheckpointError,
-    check_fits,
-    read_checkpoint,
-)
+from torch_commhook.cli import outputs
+from torch_commhook.cli.checkpoint import Checkpoint, CheckpointError, check_fits, read_checkpoint
 from torch_commhook.cli.launch_environment import LaunchEnvironment, checks_outputs
 from torch_commhook.cli.main import OneLineParser
 from torch_commhook.cli.option_types import (
@@ -31,20 +27,7 @@ from torch_commhook.cli.option_types import (
     path,
     positive_int,
 )
-from torch_commhook.cli.outputs import (
-    EVENTS,
-    LOGS,
-    METRICS,
-    PLAIN_METRICS,
-    PLOT,
-    SUMMARY,
-    check_apart,
-    check_file,
-    check_logs,
-    check_results,
-    checkpoint_path,
-    metrics_name,
-)
+from torch_commhook.cli.outputs import EVENTS, LOGS, METRICS, PLAIN_METRICS, PLOT, SUMMARY
 from torch_commhook.cli.text_model import ByteTransformer, read_text
 from torch_commhook.cli.train_config import (
     MEMORY_FIELDS,
@@ -122,7 +105,7 @@ class TrainOptions(WorldOptions):
     def result_names(self) -> tuple[str, ...]:
         """The files that the runs write into :attr:`out`, without the ranks' logs."""
         others = [
-            metrics_name(number, is_plain=config.is_plain)
+            outputs.metrics_name(number, is_plain=config.is_plain)
             for number, config in enumerate(self.others, start=1)
         ]
         return tuple(dict.fromkeys((METRICS, PLAIN_METRICS, *others, SUMMARY, PLOT)))
@@ -313,18 +296,19 @@ def _check_ranks(ranks: int, chosen: bool, device: str) -> tuple[str, ...]:
 
 def _check_results(options: TrainOptions, names: Sequence[str]) -> None:
     with of_option("--out"):
-        check_results(options.out, names, [EVENTS] if "tensorboard" in options.log else [])
+        folders = [EVENTS] if "tensorboard" in options.log else []
+        outputs.check_results(options.out, names, folders)
     with of_option("--log"):
-        check_logs(options.log)
+        outputs.check_logs(options.log)
 
 
 def _check_outputs(options: TrainOptions) -> None:
     _check_results(options, options.result_names)
     if options.save is not None:
         with of_option("--save"):
-            check_file(checkpoint_path(options.save, options.last_step))
+            outputs.check_file(outputs.checkpoint_path(options.save, options.last_step))
             names, ranks = options.result_names, options.config.ranks
-            check_apart(options.save, options.last_step, options.out, names, ranks)
+            outputs.check_apart(options.save, options.last_step, options.out, names, ranks)
 
 
 def _check_config(config: TrainConfig, hook_option: str) -> None:
