@@ -63,11 +63,9 @@ _MOST_SHOWN = 600
 def watch_parent(parent: int | None = None) -> None:
     """From now on, end this process within a second after its parent has ended.
 
+    The parent is a process id; None stands for the process that is the parent now.
     PR_SET_PDEATHSIG does not fit a parent that starts ranks from a thread: the signal comes when
     that thread ends.
-
-    Args:
-        parent: the parent's process id; None for the process that is the parent now.
     """
     expected = os.getppid() if parent is None else parent
     if os.getppid() != expected:
@@ -211,12 +209,11 @@ def launch(
     After a signal, ranks that have done a step finish the current step and write their results. A
     second signal ends the ranks at once, and so does the end of a minute.
 
+    Each process gets its place by RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE,
+    COMMHOOK_LAUNCHER_PID and COMMHOOK_LAUNCHER_FOLDER. Its stderr goes to ``out``, the folder of
+    the results, if not empty.
+
     Args:
-        command: the program and its arguments. Each process gets its place by RANK, LOCAL_RANK,
-            WORLD_SIZE, LOCAL_WORLD_SIZE, COMMHOOK_LAUNCHER_PID and COMMHOOK_LAUNCHER_FOLDER.
-        ranks: the number of processes.
-        out: the folder of the results. The launcher puts the stderr of ranks there, if not empty.
-        threads: the threads of each rank.
         timeout: the timeout of the ranks' collectives, in seconds; also limits the time after a
             signal.
         name: the subcommand, which messages begin with.

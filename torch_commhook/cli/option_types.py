@@ -170,10 +170,8 @@ def add_options(
 ) -> None:
     """Add the options of dataclasses. The namespace gets only those that the command line gives.
 
-    Args:
-        parser: the parser.
-        owners: dataclasses. The function takes their own fields, without those of a base class.
-        groups: the parser's groups by title; the function makes the others.
+    The function takes the owners' own fields, without those of a base class. ``groups`` has groups
+    of the parser by title; the function makes the others.
     """
     made = dict(groups or {})
     for owner in owners:

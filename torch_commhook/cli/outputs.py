@@ -144,12 +144,10 @@ def _check_folder(folder: Path) -> None:
 # ---- writes the numbers of each step to the logs of --log, in addition to metrics.jsonl ----------
 
 
-#: Value of ``--log``: the package that it needs, or None.
-LOGS: Mapping[str, str | None] = {"jsonl": None, "tensorboard": "tensorboard", "wandb": "wandb"}
+#: The values of ``--log``: ``jsonl``, and packages.
+LOGS = ("jsonl", "tensorboard", "wandb")
 #: The project of runs on Weights & Biases.
 PROJECT = "torch-commhook"
-
-
 #: Takes the numbers of a step by name, and ends: writes the remaining numbers.
 StepLog = tuple[Callable[[int, Mapping[str, float]], object], Callable[[], object]]
 
@@ -157,9 +155,8 @@ StepLog = tuple[Callable[[int, Mapping[str, float]], object], Callable[[], objec
 def check_logs(logs: Sequence[str]) -> None:
     """Raise OutputError if a log needs a package that is not installed."""
     for name in logs:
-        package = LOGS[name]
-        if package is not None and not is_installed(package):
-            raise OutputError(f"{name} needs the package {package}: pip install {package}")
+        if name != "jsonl" and not is_installed(name):
+            raise OutputError(f"{name} needs the package {name}: pip install {name}")
 
 
 def open_logs(
@@ -174,7 +171,13 @@ def open_logs(
     if "tensorboard" in logs:
         found.append(_tensorboard_log(out / EVENTS / run, hook, first_step))
     if "wandb" in logs:
-        found.append(_wandb_log(out, run, hook, config))
+        import wandb
+
+        # The runs to compare are in one group.
+        names = {"project": PROJECT, "name": hook, "group": str(out), "job_type": run}
+        started = wandb.init(**names, dir=str(out), config=dict(config))
+        log = (lambda step, values: started.log(dict(values), step=step), started.finish)
+        found.append(log)
     return found
 
 
@@ -191,13 +194,3 @@ def _tensorboard_log(folder: Path, hook: str, first_step: int) -> StepLog:
             writer.add_scalar(f"train/{name}", value, step)
 
     return log, writer.close
-
-
-def _wandb_log(out: Path, run: str, hook: str, config: Mapping[str, Any]) -> StepLog:
-    """Write a run to Weights & Biases, in one group with the runs to compare it with."""
-    import wandb
-
-    started = wandb.init(
-        project=PROJECT, dir=str(out), name=hook, group=str(out), job_type=run, config=dict(config)
-    )
-    return lambda step, values: started.log(dict(values), step=step), started.finish

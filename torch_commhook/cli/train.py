@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_commhook.cli import launcher, report, text_model
+from torch_commhook.cli import launcher, outputs, report, text_model
 from torch_commhook.cli.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -29,14 +29,7 @@ from torch_commhook.cli.checkpoint import (
     write_checkpoint,
 )
 from torch_commhook.cli.launch_environment import LaunchEnvironment, run_ranked
-from torch_commhook.cli.outputs import (
-    MATPLOTLIB_IS_MISSING,
-    PLOT,
-    SUMMARY,
-    checkpoint_path,
-    metrics_name,
-    open_logs,
-)
+from torch_commhook.cli.outputs import MATPLOTLIB_IS_MISSING, PLOT, SUMMARY
 from torch_commhook.cli.text_model import ByteTransformer, TextData, Traffic, load_optimizer
 from torch_commhook.cli.train_config import MEMORY_FIELDS, TrainConfig
 from torch_commhook.cli.train_options import TrainOptions, parse_options
@@ -78,9 +71,8 @@ def train_rank(options: TrainOptions, place: LaunchEnvironment) -> None:
     """
     world = join_world(options, place)
     config = options.config
-    data = text_model.split_text(
-        text_model.read_text(config.data, config.cap_bytes, config.seq), config.seq
-    )
+    text = text_model.read_text(config.data, config.cap_bytes, config.seq)
+    data = text_model.split_text(text, config.seq)
     checkpoint = None if options.resume is None else read_checkpoint(options.resume)
     if world.rank == 0:
         _print_start(options, world, data, checkpoint)
@@ -121,24 +113,9 @@ class Run:
     seconds: float = 0.0
     sent_before: Traffic = field(default_factory=Traffic)
 
-    @property
-    def ranks_are_apart(self) -> bool:
-        """Whether parameters and the optimizer's state differ between ranks."""
-        return getattr(getattr(self.handle, "hook", None), "keeps_ranks_apart", False)
-
-    def sent(self, plain: Traffic, steps: int) -> Traffic:
-        """The traffic since step 1: ``steps`` of this process, ``plain`` in each without a hook."""
-        if self.handle is None:
-            return self.sent_before + plain.times(steps)
-        return self.sent_before + Traffic.of(self.handle.stats())
-
 
 def _train_once(
-    options: TrainOptions,
-    world: World,
-    data: TextData,
-    checkpoint: Checkpoint | None,
-    number: int,
+    options: TrainOptions, world: World, data: TextData, checkpoint: Checkpoint | None, number: int
 ) -> report.RunResult:
     """Do run ``number``: 0 has the hook of ``--hook``, the others those of ``--compare``."""
     config = options.config
@@ -155,7 +132,10 @@ def _train_once(
             started = time.perf_counter()
             loss, lr, is_asked = train_step(run, config, world, data)
             run.seconds += time.perf_counter() - started
-            sent = run.sent(plain, run.step - first_step)
+            if run.handle is None:
+                sent = run.sent_before + plain.times(run.step - first_step)
+            else:
+                sent = run.sent_before + Traffic.of(run.handle.stats())
             record = report.StepRecord(
                 step=run.step,
                 loss=loss,
@@ -206,7 +186,7 @@ def _train_once(
         bytes_per_step=bytes_per_step,
         fp32_bytes_per_step=fp32_bytes,
         records=tuple(records),
-        metrics=metrics_name(number, is_plain=config.is_plain),
+        metrics=outputs.metrics_name(number, is_plain=config.is_plain),
         is_interrupted=is_interrupted,
         checkpoint=None if saved is None else str(saved),
         scattered_per_step=(record.bytes_scattered - sent_before.bytes_scattered) / steps,
@@ -217,9 +197,9 @@ def _train_once(
 
 def _start_report(options: TrainOptions, number: int, run: Run) -> report.Reporter:
     config = options.config
-    path = options.out / metrics_name(number, is_plain=config.is_plain)
+    path = options.out / outputs.metrics_name(number, is_plain=config.is_plain)
     hook = config.communication
-    logs = open_logs(options.log, options.out, path.stem, hook, config.to_plain(), run.step)
+    logs = outputs.open_logs(options.log, options.out, path.stem, hook, config.to_plain(), run.step)
     line = report.make_live_line(hook, run.step, options.last_step, options.log_every)
     return report.Reporter(path, line, run.step, run.seconds, logs)
 
@@ -349,7 +329,7 @@ def _save(
 ) -> Path | None:
     """Write a checkpoint of this step. Returns its path on rank 0, and None on other ranks."""
     state: dict[str, Any] = {"rng": torch.get_rng_state()}
-    if run.ranks_are_apart:
+    if getattr(getattr(run.handle, "hook", None), "keeps_ranks_apart", False):
         state["optimizer"] = to_cpu(text_model.whole_state(run.optimizer.state_dict()["state"]))
     error = None
     try:
@@ -366,7 +346,7 @@ def _save(
     states = gather_values(state, only_first=True)
     if states is None or options.save is None:
         return None
-    path = checkpoint_path(options.save, run.step)
+    path = outputs.checkpoint_path(options.save, run.step)
     checkpoint = Checkpoint(
         config=options.config.to_plain(),
         step=run.step,

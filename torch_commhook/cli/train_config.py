@@ -325,11 +325,9 @@ def _refusals() -> Iterator[None]:
 
 
 def check_hook_fits(expression: str, *, on_shards: bool) -> None:
-    """Check that a hook can average a sharded model's gradients.
+    """Check that a hook can average a sharded model's gradients, without running a user's file.
 
-    Args:
-        expression: the hook as text. The check does not run a user's file.
-        on_shards: whether the hook takes part in reduce-scatters, or averages across replicas.
+    ``on_shards`` tells whether the hook takes part in reduce-scatters, or averages across replicas.
 
     Raises:
         ShardedOptionError: the text names no hook, or one that cannot.

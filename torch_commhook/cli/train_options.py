@@ -77,7 +77,7 @@ class TrainOptions(WorldOptions):
         f"tensorboard and wandb need the packages of these names. Event files go to {EVENTS} in "
         "the folder of --out",
         ("jsonl",),
-        choices=tuple(LOGS),
+        choices=LOGS,
         nargs="+",
     )
     save: Path | None = _result(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -247,13 +248,7 @@ class _Quorum:
                     f"one that it recovers from has {settings.get(name)}"
                 )
         # Copies: the manager's tensors may be in read-only memory.
-        self._loaded = _copied(state["state"])
-
-
-def _copied(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: _copied(value) for key, value in state.items()}
-    return state.clone() if isinstance(state, torch.Tensor) else state
+        self._loaded = deepcopy(state["state"])
 
 
 class _QuorumGroup(WrapperProcessGroup):

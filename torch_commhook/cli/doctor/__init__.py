@@ -13,15 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from torch_commhook.cli.doctor.build import (
-    check_build,
-    check_gpus,
-    check_hooks,
-    check_host,
-    check_variables,
-    check_versions,
-    library_error,
-)
+from torch_commhook.cli.doctor import build, network
 from torch_commhook.cli.doctor.meeting import (
     REPORT_IT,
     Finding,
@@ -33,7 +25,6 @@ from torch_commhook.cli.doctor.meeting import (
     first_line,
     meet,
 )
-from torch_commhook.cli.doctor.network import check_group, check_network, check_ranks
 from torch_commhook.cli.launch_environment import (
     LaunchError,
     read_launch_environment,
@@ -43,41 +34,20 @@ from torch_commhook.cli.option_types import at_most, positive_float, some_of
 
 #: The checks, in the order of the report.
 CHECKS: dict[str, Callable[[Settings], Iterator[Finding]]] = {
-    "versions": check_versions,
-    "build": check_build,
-    "gpus": check_gpus,
-    "network": check_network,
-    "ranks": check_ranks,
-    "group": check_group,
-    "host": check_host,
-    "variables": check_variables,
-    "hooks": check_hooks,
+    "versions": build.check_versions,
+    "build": build.check_build,
+    "gpus": build.check_gpus,
+    "network": network.check_network,
+    "ranks": network.check_ranks,
+    "group": network.check_group,
+    "host": build.check_host,
+    "variables": build.check_variables,
+    "hooks": build.check_hooks,
 }
 
 
 def main(argv: Sequence[str]) -> int:
     """Run ``doctor argv``; returns 0 if there is no error, and 1 otherwise."""
-    options = _parser().parse_args(argv)
-    settings, findings = _settings(options)
-    for name in options.only:
-        findings += _checked(name, settings)
-    meeting = settings.meeting
-    if meeting is not None:
-        findings = meeting.share(findings)
-    if meeting is None or meeting.rank == 0:
-        print(as_json(findings) if options.json else as_text(findings), flush=True)
-    if meeting is not None:
-        meeting.leave()
-    return 1 if count(findings, "error") else 0
-
-
-def end_where_nothing_loads() -> None:
-    """If this process runs ``doctor`` and the package cannot be imported, say why and end."""
-    if sys.argv[1:2] == ["doctor"] and library_error() is not None:
-        sys.exit(main(sys.argv[2:]))
-
-
-def _parser() -> argparse.ArgumentParser:
     from torch_commhook.cli.main import OneLineParser
 
     parser = OneLineParser(
@@ -105,7 +75,24 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="time for ranks to come and to connect",
     )
-    return parser
+    options = parser.parse_args(argv)
+    settings, findings = _settings(options)
+    for name in options.only:
+        findings += _checked(name, settings)
+    meeting = settings.meeting
+    if meeting is not None:
+        findings = meeting.share(findings)
+    if meeting is None or meeting.rank == 0:
+        print(as_json(findings) if options.json else as_text(findings), flush=True)
+    if meeting is not None:
+        meeting.leave()
+    return 1 if count(findings, "error") else 0
+
+
+def end_where_nothing_loads() -> None:
+    """If this process runs ``doctor`` and the package cannot be imported, say why and end."""
+    if sys.argv[1:2] == ["doctor"] and build.library_error() is not None:
+        sys.exit(main(sys.argv[2:]))
 
 
 def _settings(options: argparse.Namespace) -> tuple[Settings, list[Finding]]:

@@ -356,10 +356,7 @@ def _kernels(is_cuda_build: bool, count: int) -> Finding:
 
 
 def architectures(library: bytes) -> set[str]:
-    """The architectures of the CUDA kernels in a library.
-
-    Args:
-        library: the contents of its file.
+    """The architectures of the CUDA kernels in the contents of a library's file.
 
     Returns:
         ``"sm_90"`` for machine code, ``"compute_90"`` for PTX, which newer GPUs can also run.

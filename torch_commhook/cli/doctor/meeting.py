@@ -28,13 +28,10 @@ Level = Literal["ok", "warning", "error"]
 
 @dataclass(frozen=True)
 class Finding:
-    """A fact about this machine.
+    """A fact about this machine, found by a check of ``doctor --only``, its group.
 
     Attributes:
-        group: the check that found it; a name in ``doctor --only``.
-        name: the name of the fact.
-        value: the fact.
-        level: ``"ok"``, ``"warning"`` or ``"error"``. Only an error changes the exit code.
+        level: only an error changes the exit code.
         advice: the solution, in one sentence; empty if the level is ``"ok"``.
         rank: the rank that found it, if it is not the rank that prints.
     """
@@ -102,13 +99,9 @@ class NoMeetingError(Exception):
 
 
 class Meeting:
-    """The ranks of a launcher, and a store that all can read.
+    """The ranks of a launcher, and a store that only they use.
 
-    Args:
-        store: a store that only this meeting uses.
-        rank: the rank of this process.
-        size: the number of ranks.
-        timeout: the seconds from now for the other ranks to come.
+    The other ranks have ``timeout`` seconds from now to come.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
@@ -231,7 +224,6 @@ class Settings:
 
     Attributes:
         timeout: the seconds for ranks to come and to connect.
-        backend: the backend to describe a group of, or None.
         place: this rank's place, or None if no launcher has started it.
         meeting: the meeting with the other ranks, or None if this process is alone.
     """

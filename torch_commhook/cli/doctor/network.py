@@ -71,9 +71,6 @@ def gloo_address(found: dict[str, list[str]] | None = None) -> GlooAddress:
     Gloo takes the first interface in GLOO_SOCKET_IFNAME. Without this variable, it takes the
     first address of the host's name on which it can listen, or 127.0.0.1 if there is none.
 
-    Args:
-        found: the result of :func:`interfaces`; None calls it.
-
     Raises:
         NoAddressError: an interface in GLOO_SOCKET_IFNAME is missing or has no address; or the
             host's name has none either, and the host has no IPv4.
@@ -432,11 +429,9 @@ def check_group(settings: Settings) -> Iterator[Finding]:
 
 
 def by_device(config: str) -> dict[str, str]:
-    """The backend for each kind of device that a configuration names.
+    """The backend for each kind of device in a configuration such as ``"cpu:gloo,cuda:nccl"``.
 
-    Args:
-        config: such as ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``; ``"undefined"`` is that of
-            ``init_process_group()``, with the accelerator's backend.
+    ``"undefined"`` is that of ``init_process_group()``, with the accelerator's backend.
 
     Raises:
         ValueError, RuntimeError: ``init_process_group`` would refuse it.
