@@ -323,7 +323,7 @@ DAMAGED = [
     (_set("config", "bucket_cap_mb", to=1e300), "its bucket_cap_mb can't be 1e"),
     (_set("config", "heads", to=3), "ByteTransformer: dim must be a multiple of"),
     (_set("config", "layers", to=10**4), "it has no weights for 10000 layers"),
-    (_set("config", "dim", to=10**6), "it has no embedding of dim 1000000"),
+    (_set("config", "dim", to=10**6), "its model: embedding.weight must be float32 [256, 1000000]"),
     (_set("config", "dim", to=10**9), "its dim can't be 1000000000"),
     (_without("model", "norm.weight"), "its model: norm.weight must be float32 [32], got missing"),
     (_set("model", "more", to=torch.zeros(3)), "its model: more must be missing, got float32 [3]"),

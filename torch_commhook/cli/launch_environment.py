@@ -41,10 +41,9 @@ class LaunchEnvironment:
 
 
 def checks_outputs(place: LaunchEnvironment | None) -> bool:
-    """Whether this process checks the files that a command will write.
+    """Whether this process checks the files that a command will write: one of them does.
 
-    One process does: the one that launches the ranks, which has no place, or rank 0 of another
-    launcher.
+    It is the process that launches the ranks, which has no place, or rank 0 of another launcher.
     """
     return place is None or (place.rank == 0 and place.launcher_pid is None)
 

@@ -390,9 +390,11 @@ def _end_text(code: int, reason: str | None) -> str:
     if code == -signal.SIGKILL:
         return "was killed by SIGKILL (9) (if nobody did that, the machine may lack memory)"
     if code < 0:
-        return f"was killed by {_signal_name(-code)}"
+        with suppress(ValueError):  # a real-time signal has no name
+            return f"was killed by {signal.Signals(-code).name} ({-code})"
+        return f"was killed by signal {-code}"
     if code == _STOPPED:
-        return f"was stopped by {_signal_name(signal.SIGTERM)}"
+        return "was stopped by SIGTERM (15)"
     return reason or f"ended with exit code {code}"
 
 
@@ -419,13 +421,6 @@ def _keep_logs(ranks: int, folder: Path, out: Path) -> dict[int, Path]:
                 shutil.copyfile(log, path)
                 kept[number] = path
     return kept
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return f"{signal.Signals(number).name} ({number})"
-    except ValueError:
-        return f"signal {number}"
 
 
 def _say(name: str, message: str) -> None:

@@ -152,13 +152,6 @@ PROJECT = "torch-commhook"
 StepLog = tuple[Callable[[int, Mapping[str, float]], object], Callable[[], object]]
 
 
-def check_logs(logs: Sequence[str]) -> None:
-    """Raise OutputError if a log needs a package that is not installed."""
-    for name in logs:
-        if name != "jsonl" and not is_installed(name):
-            raise OutputError(f"{name} needs the package {name}: pip install {name}")
-
-
 def open_logs(
     logs: Sequence[str], out: Path, run: str, hook: str, config: Mapping[str, Any], first_step: int
 ) -> list[StepLog]:

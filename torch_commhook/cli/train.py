@@ -339,10 +339,8 @@ def _save(
     except Exception as caught:
         error = caught
     agree(distributed_c10d._get_default_group(), "the state of the hook", error, {})
-    model, optimizer = (
-        text_model.whole_state(run.model.state_dict()),
-        text_model.whole_state(run.optimizer.state_dict()),
-    )
+    model = text_model.whole_state(run.model.state_dict())
+    optimizer = text_model.whole_state(run.optimizer.state_dict())
     states = gather_values(state, only_first=True)
     if states is None or options.save is None:
         return None

@@ -182,8 +182,11 @@ def _resolve(
         base, saved_step, notes = _base_from_checkpoint(options.resume, given)
     config = resolve_sharded(replace(base, **given), given)
     compared = () if options.compare is None else _compared(config, others)
-    if place is None:
-        notes += _check_ranks(config.ranks, chosen="ranks" in given, device=options.device)
+    if place is None and config.ranks > MOST_RANKS:
+        raise OptionError(f"argument --ranks: must be at most {MOST_RANKS}, got {config.ranks}")
+    cores = available_cores()
+    if place is None and "ranks" in given and config.ranks > cores and options.device != "cuda":
+        notes += (f"{config.ranks} ranks share {pluralize(cores, 'core')}",)
     _check_config(config, hook_option)
     for other in compared:
         check_hooks(other, "--compare")
@@ -192,7 +195,7 @@ def _resolve(
         config=config,
         others=compared,
         log=tuple(dict.fromkeys(options.log)),
-        threads=options.threads or max(1, available_cores() // config.ranks),
+        threads=options.threads or max(1, cores // config.ranks),
         notes=notes,
     )
     _check_steps(options, saved_step)
@@ -264,12 +267,10 @@ def _saved_config(path: Path, checkpoint: Checkpoint) -> TrainConfig:
     """
     try:
         saved = TrainConfig.from_plain(checkpoint.config)
-        if saved.layers > len(checkpoint.model):  # the model that it names may be huge
+        if saved.layers > len(checkpoint.model):  # to build them would take long
             raise ValueError(f"it has no weights for {saved.layers} layers")
-        embedding = checkpoint.model.get("embedding.weight")
-        if embedding is None or embedding.shape[1:] != (saved.dim,):
-            raise ValueError(f"it has no embedding of dim {saved.dim}")
-        model = ByteTransformer(saved.layers, saved.dim, saved.heads)
+        with torch.device("meta"):  # the model that it names may be huge
+            model = ByteTransformer(saved.layers, saved.dim, saved.heads)
         check_fits(checkpoint, model, model.parameter_groups())
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
@@ -284,22 +285,13 @@ def check_world_size(ranks: int | None, place: LaunchEnvironment) -> None:
         )
 
 
-def _check_ranks(ranks: int, chosen: bool, device: str) -> tuple[str, ...]:
-    """Check the ranks to launch; returns a note if the user chose more ranks than cores."""
-    if ranks > MOST_RANKS:
-        raise OptionError(f"argument --ranks: must be at most {MOST_RANKS}, got {ranks}")
-    cores = available_cores()
-    if ranks <= cores or not chosen or device == "cuda":
-        return ()
-    return (f"{ranks} ranks share {pluralize(cores, 'core')}",)
-
-
 def _check_results(options: TrainOptions, names: Sequence[str]) -> None:
     with of_option("--out"):
         folders = [EVENTS] if "tensorboard" in options.log else []
         outputs.check_results(options.out, names, folders)
-    with of_option("--log"):
-        outputs.check_logs(options.log)
+    for log in options.log:
+        if log != "jsonl" and not outputs.is_installed(log):
+            raise OptionError(f"argument --log: {log} needs the package {log}: pip install {log}")
 
 
 def _check_outputs(options: TrainOptions) -> None:

@@ -124,16 +124,11 @@ def _check(manager: Any, model: nn.Module, hook: Callable[..., Any]) -> None:
 
 
 class _Quorum:
-    """Keeps a hook in step with a manager's quorums.
-
-    Attributes:
-        group: the replicas of the quorum, for hooks.
-        has_run: whether a collective has been issued since the last quorum.
-    """
+    """Keeps a hook in step with a manager's quorums."""
 
     def __init__(self, manager: Any) -> None:
-        self.group = _QuorumGroup(manager, self)
-        self.has_run = False
+        self.group = _QuorumGroup(manager, self)  # for the hook
+        self.has_run = False  # a collective, since the last quorum
         self._manager = manager
         self._handle: HookHandle
         self._future: object = None  # of the present quorum

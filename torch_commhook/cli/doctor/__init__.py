@@ -19,11 +19,9 @@ from torch_commhook.cli.doctor.meeting import (
     Finding,
     NoMeetingError,
     Settings,
-    as_json,
-    as_text,
-    count,
     first_line,
     meet,
+    report,
 )
 from torch_commhook.cli.launch_environment import (
     LaunchError,
@@ -83,10 +81,10 @@ def main(argv: Sequence[str]) -> int:
     if meeting is not None:
         findings = meeting.share(findings)
     if meeting is None or meeting.rank == 0:
-        print(as_json(findings) if options.json else as_text(findings), flush=True)
+        print(report(findings, as_json=options.json), flush=True)
     if meeting is not None:
         meeting.leave()
-    return 1 if count(findings, "error") else 0
+    return int(any(finding.level == "error" for finding in findings))
 
 
 def end_where_nothing_loads() -> None:

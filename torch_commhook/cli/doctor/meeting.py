@@ -44,30 +44,24 @@ class Finding:
     rank: int | None = None
 
 
-def count(findings: Sequence[Finding], level: Level) -> int:
-    """The number of findings with a level."""
-    return sum(finding.level == level for finding in findings)
+def report(findings: Sequence[Finding], *, as_json: bool) -> str:
+    """The findings, and the number of errors and warnings among them.
 
-
-def as_json(findings: Sequence[Finding]) -> str:
-    """The findings as a JSON object with the keys ``findings``, ``errors`` and ``warnings``."""
-    report = {
-        "findings": [asdict(finding) for finding in findings],
-        "errors": count(findings, "error"),
-        "warnings": count(findings, "warning"),
-    }
-    return json.dumps(report, indent=1)
-
-
-def as_text(findings: Sequence[Finding]) -> str:
-    """The findings as lines, one or two for each, and a line that counts errors and warnings."""
+    Returns:
+        Lines, one or two for each finding and one for the numbers; or a JSON object with the keys
+        ``findings``, ``errors`` and ``warnings``.
+    """
+    levels = [finding.level for finding in findings]
+    errors, warnings = levels.count("error"), levels.count("warning")
+    if as_json:
+        facts = [asdict(finding) for finding in findings]
+        return json.dumps({"findings": facts, "errors": errors, "warnings": warnings}, indent=1)
     lines = []
     for finding in findings:
         place = "" if finding.rank is None else f"rank {finding.rank}: "
         lines.append(f"{finding.level:<9}{place}{finding.name}: {finding.value}")
         if finding.advice:
             lines.append(f"{'':<9}-> {finding.advice}")
-    errors, warnings = count(findings, "error"), count(findings, "warning")
     lines.append(f"doctor: {pluralize(errors, 'error')}, {pluralize(warnings, 'warning')}")
     return "\n".join(lines)
 
