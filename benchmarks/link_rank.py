@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook.cli.launch_environment import LaunchEnvironment
 from torch_commhook.cli.text_model import TextData, read_text, split_text
+from torch_commhook.cli.train import Run, prepare, train_step
 from torch_commhook.cli.train_config import TrainConfig
-from torch_commhook.cli.train_rank import Run, prepare, train_step
 from torch_commhook.cli.world import Mean, World
 from torch_commhook.hooks.expressions import NO_HOOK
 

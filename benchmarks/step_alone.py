@@ -14,8 +14,8 @@ import torch
 import torch.multiprocessing as mp
 
 from torch_commhook.cli.text_model import ByteTransformer, read_text, split_text, training_batch
+from torch_commhook.cli.train import make_optimizer
 from torch_commhook.cli.train_config import TrainConfig
-from torch_commhook.cli.train_rank import make_optimizer
 from torch_commhook.planning.model import copy_gradients
 
 _WARM_UP, _STEPS = 2, 9

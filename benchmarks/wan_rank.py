@@ -25,14 +25,14 @@ from link_rank import PYTORCH, Alone, carried
 from torch_commhook.cli.launch_environment import LaunchEnvironment, read_launch_environment
 from torch_commhook.cli.launcher import finish
 from torch_commhook.cli.text_model import ByteTransformer, TextData, read_text, split_text
-from torch_commhook.cli.train_config import TrainConfig
-from torch_commhook.cli.train_rank import (
+from torch_commhook.cli.train import (
     Run,
     held_out_loss,
     make_optimizer,
     prepare,
     train_step,
 )
+from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.cli.world import World
 from torch_commhook.hooks.expressions import NO_HOOK
 

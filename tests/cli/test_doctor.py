@@ -367,7 +367,7 @@ def test_kernels_for_other_gpus(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
     monkeypatch.setattr("torch_commhook.cli.doctor.build.operator_library", lambda: library)
-    monkeypatch.setattr("torch_commhook.cli.doctor.build._has_kernels", lambda: True)
+    monkeypatch.setattr(torch.ops.commhook, "has_cuda_kernels", lambda: True)
     found = report(capsys, "gpus", code=1)
     assert finding(found, "GPUs")["value"] == "A GPU (8.0, 80 GiB)"
     kernels = finding(found, "CUDA kernels")

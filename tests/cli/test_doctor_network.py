@@ -217,7 +217,7 @@ class _GoneStore:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_store_that_goes(rank: int) -> None:
     meeting = Meeting(_GoneStore(), rank, 2, 1.0)  # type: ignore[arg-type]
-    mine = [Finding.error("shared memory", "none", "Mount it.", group="host")]
+    mine = [Finding("shared memory", "none", "error", "Mount it.", group="host")]
     assert meeting.share(mine) == mine
     meeting.leave()
 

@@ -28,9 +28,9 @@ from torch_commhook.cli.checkpoint import (
     write_checkpoint,
 )
 from torch_commhook.cli.text_model import ByteTransformer, Traffic
+from torch_commhook.cli.train import Run, _restore, _save, make_optimizer
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.cli.train_options import parse_options
-from torch_commhook.cli.train_rank import Run, _restore, _save, make_optimizer
 from torch_commhook.cli.world import World
 from torch_commhook.testing import run_ranks
 
@@ -134,7 +134,7 @@ def test_a_failed_periodic_checkpoint_warns_and_the_last_one_raises(
     assert save() == Path("c.pt")
     before = Path("c.pt").read_bytes()
     with monkeypatch.context() as patched:
-        patched.setattr("torch_commhook.cli.train_rank.write_checkpoint", Mock(side_effect=error))
+        patched.setattr("torch_commhook.cli.train.write_checkpoint", Mock(side_effect=error))
         run.step = 3
         assert save() is None and Path("c.pt").read_bytes() == before
         said = f"warning: no checkpoint of step 3: {error}"
@@ -323,7 +323,7 @@ DAMAGED = [
     (_set("config", "bucket_cap_mb", to=1e300), "its bucket_cap_mb can't be 1e"),
     (_set("config", "heads", to=3), "ByteTransformer: dim must be a multiple of"),
     (_set("config", "layers", to=10**4), "it has no weights for 10000 layers"),
-    (_set("config", "dim", to=10**6), "it has no embedding of dim 1000000"),
+    (_set("config", "dim", to=10**6), "its model: embedding.weight must be float32 [256, 1000000]"),
     (_set("config", "dim", to=10**9), "its dim can't be 1000000000"),
     (_without("model", "norm.weight"), "its model: norm.weight must be float32 [32], got missing"),
     (_set("model", "more", to=torch.zeros(3)), "its model: more must be missing, got float32 [3]"),

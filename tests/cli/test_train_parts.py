@@ -23,8 +23,8 @@ from train_processes import read_metrics
 from torch_commhook.cli import outputs, report, text_model
 from torch_commhook.cli.outputs import MATPLOTLIB_IS_MISSING
 from torch_commhook.cli.text_model import ByteTransformer, rotary_tables, rotate
+from torch_commhook.cli.train import learning_rate
 from torch_commhook.cli.train_config import TrainConfig
-from torch_commhook.cli.train_rank import learning_rate
 
 # ---- text ----------------------------------------------------------------------------------------
 

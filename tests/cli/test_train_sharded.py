@@ -15,9 +15,9 @@ from torch_commhook.cli import text_model
 from torch_commhook.cli.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from torch_commhook.cli.launch_environment import LaunchEnvironment
 from torch_commhook.cli.text_model import ByteTransformer
+from torch_commhook.cli.train import make_optimizer
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.cli.train_options import parse_options
-from torch_commhook.cli.train_rank import make_optimizer
 from torch_commhook.hooks.expressions import HookExpressionError, parse_codec
 from torch_commhook.testing import run_ranks
 

@@ -33,16 +33,12 @@ class Checkpoint:
     """The state that a resumed run continues from.
 
     Attributes:
-        config: the configuration as plain values.
-        step: the number of steps done.
         model: parameter name to tensor; the tensor is whole even if the parameter is sharded.
         optimizer: the optimizer's ``state_dict()`` for whole parameters.
         rank_states: for each rank ``{"hook": the hook's state or None, "rng": uint8 tensor}``. With
             a hook that keeps ranks apart, it also has ``"optimizer"``, the state of the rank's
             optimizer, and ``model`` and ``optimizer`` are those of rank 0.
-        data_fingerprint: the fingerprint of the text.
         bytes_sent: bytes that rank 0 has sent for gradients; None if the hook does not tell.
-        seconds: the time of the steps.
         bytes_scattered: bytes that rank 0 has sent in reduce-scatters within its replica.
         bytes_gathered: bytes that rank 0 has sent to gather parameters.
     """
@@ -176,12 +172,7 @@ def _is_rank_state(state: object) -> bool:
 def check_fits(
     checkpoint: Checkpoint, model: nn.Module, groups: Sequence[Sequence[Tensor]]
 ) -> None:
-    """Check that a model and its AdamW can load the tensors of ``checkpoint``.
-
-    Args:
-        checkpoint: the checkpoint.
-        model: the model.
-        groups: the optimizer's groups of parameters of ``model``.
+    """Check that a model and its AdamW, of these groups of parameters, can load ``checkpoint``.
 
     Raises:
         CheckpointError: a tensor is missing, superfluous, or of another shape or dtype.

@@ -28,14 +28,9 @@ class LaunchError(ValueError):
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """A rank's place among the ranks.
+    """A rank's place among all ranks, and among those of this machine.
 
-    Attributes:
-        rank: 0 to ``size - 1``.
-        size: the number of ranks.
-        local_rank: the rank among those of this machine.
-        local_size: the number of ranks on this machine.
-        launcher_pid: the process id of our launcher; None under another launcher.
+    ``launcher_pid`` is the process id of our launcher; None under another launcher.
     """
 
     rank: int
@@ -46,10 +41,9 @@ class LaunchEnvironment:
 
 
 def checks_outputs(place: LaunchEnvironment | None) -> bool:
-    """Whether this process checks the files that a command will write.
+    """Whether this process checks the files that a command will write: one of them does.
 
-    One process does: the one that launches the ranks, which has no place, or rank 0 of another
-    launcher.
+    It is the process that launches the ranks, which has no place, or rank 0 of another launcher.
     """
     return place is None or (place.rank == 0 and place.launcher_pid is None)
 
@@ -215,8 +209,7 @@ def run_ranked(
     Args:
         name: the subcommand.
         argv: its arguments.
-        parse_options: parses them, for a rank if a place is given; ends the process with a message
-            if one is wrong.
+        parse_options: parses them, for a rank if a place is given, or ends the process.
         launch: starts ranks and waits for them; returns the exit code.
         run_rank: runs a rank.
     """

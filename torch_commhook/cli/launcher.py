@@ -63,11 +63,9 @@ _MOST_SHOWN = 600
 def watch_parent(parent: int | None = None) -> None:
     """From now on, end this process within a second after its parent has ended.
 
+    The parent is a process id; None stands for the process that is the parent now.
     PR_SET_PDEATHSIG does not fit a parent that starts ranks from a thread: the signal comes when
     that thread ends.
-
-    Args:
-        parent: the parent's process id; None for the process that is the parent now.
     """
     expected = os.getppid() if parent is None else parent
     if os.getppid() != expected:
@@ -105,8 +103,7 @@ def end_on_signals(rank: int, command: str = "train") -> None:
 
     def end(number: int) -> NoReturn:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            name = signal.Signals(number).name
-            _say(command, f"rank {rank} stopped by {name}")
+            _say(command, f"rank {rank} stopped by {signal.Signals(number).name}")
         os._exit(128 + number)
 
     def wait_for_signal() -> None:
@@ -212,12 +209,11 @@ def launch(
     After a signal, ranks that have done a step finish the current step and write their results. A
     second signal ends the ranks at once, and so does the end of a minute.
 
+    Each process gets its place by RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE,
+    COMMHOOK_LAUNCHER_PID and COMMHOOK_LAUNCHER_FOLDER. Its stderr goes to ``out``, the folder of
+    the results, if not empty.
+
     Args:
-        command: the program and its arguments. Each process gets its place by RANK, LOCAL_RANK,
-            WORLD_SIZE, LOCAL_WORLD_SIZE, COMMHOOK_LAUNCHER_PID and COMMHOOK_LAUNCHER_FOLDER.
-        ranks: the number of processes.
-        out: the folder of the results. The launcher puts the stderr of ranks there, if not empty.
-        threads: the threads of each rank.
         timeout: the timeout of the ranks' collectives, in seconds; also limits the time after a
             signal.
         name: the subcommand, which messages begin with.
@@ -230,21 +226,13 @@ def launch(
         folder = Path(path)
         started: _Ranks = []
         try:
-            for number in range(ranks):
-                if received:
-                    break
-                environment = _environment(number, ranks, threads, folder)
-                stdin = subprocess.DEVNULL
+            while len(started) < ranks and not received:
                 try:
-                    with open(folder / log_name(number), "wb") as log, _blocked_interrupts():
-                        process = subprocess.Popen(
-                            command, env=environment, stdin=stdin, stderr=log
-                        )
-                    started.append(process)
+                    started.append(_start(command, len(started), ranks, threads, folder))
                 except OSError as error:  # the machine takes no more processes
                     _end_all(started)
                     reason = f"can't be started: {error}; the others have ended"
-                    _say(name, f"rank {number} of {ranks} {reason}")
+                    _say(name, f"rank {len(started)} of {ranks} {reason}")
                     return 1
             ended = _wait(started, received, folder)
             if received and (folder / _FIRST_STEP).exists():
@@ -265,7 +253,14 @@ def launch(
 # ---- starting ------------------------------------------------------------------------------------
 
 
-def _environment(number: int, ranks: int, threads: int, folder: Path) -> dict[str, str]:
+def _start(
+    command: Sequence[str], number: int, ranks: int, threads: int, folder: Path
+) -> subprocess.Popen[bytes]:
+    """Start a rank, whose stderr goes to a log in ``folder``.
+
+    Ctrl-C reaches the whole foreground group, so the rank starts with SIGINT blocked, and keeps it
+    blocked. This process gets a SIGINT of that time afterwards.
+    """
     environment = os.environ | {
         "RANK": str(number),
         "LOCAL_RANK": str(number),
@@ -277,37 +272,26 @@ def _environment(number: int, ranks: int, threads: int, folder: Path) -> dict[st
     environment.setdefault("OMP_NUM_THREADS", str(threads))
     if Path("/sys/class/net/lo").exists():  # otherwise Gloo resolves the host's name, maybe slowly
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return environment
-
-
-@contextmanager
-def _blocked_interrupts() -> Iterator[None]:
-    """Block SIGINT in processes that start within: Ctrl-C reaches the whole foreground group.
-
-    The children keep SIGINT blocked. This process gets a SIGINT of that time afterwards.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with open(folder / log_name(number), "wb") as log:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            stdin = subprocess.DEVNULL
+            return subprocess.Popen(command, env=environment, stdin=stdin, stderr=log)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
 def _caught_signals() -> Iterator[list[int]]:
     """Collect the signals that end a run in a list, in order."""
     received: list[int] = []
-
-    def note(number: int, frame: object) -> None:
-        received.append(number)
-
     with ExitStack() as stack:
         for number in _SIGNALS:
             before = signal.getsignal(number)
             # Background jobs of a script ignore SIGINT, but an explicit SIGINT still counts.
             if before is signal.SIG_IGN and number not in (signal.SIGINT, signal.SIGTERM):
                 continue  # nohup has started this process
-            signal.signal(number, note)
+            signal.signal(number, lambda number, frame: received.append(number))
             stack.callback(signal.signal, number, before or signal.SIG_DFL)
         yield received
 
@@ -318,13 +302,7 @@ def _caught_signals() -> Iterator[list[int]]:
 def _wait(
     ranks: _Ranks, received: list[int], folder: Path, seconds: float = math.inf
 ) -> dict[int, int]:
-    """Wait until all ranks have ended, one has failed, a signal comes, or time is up.
-
-    Args:
-        ranks: the ranks to wait for.
-        received: the signals so far; a further one ends the wait.
-        folder: the launcher's folder, which tells whether ranks may stop in order.
-        seconds: the most time to wait.
+    """Wait until all ranks have ended, one has failed, a further signal comes, or time is up.
 
     Returns:
         The exit codes by rank number, negative for a signal. Empty after a signal or a timeout.
@@ -357,75 +335,74 @@ def _end_all(ranks: _Ranks) -> None:
 
 
 def _report(
-    ranks: int,
-    ended: dict[int, int],
-    received: list[int],
-    folder: Path,
-    out: Path,
-    name: str,
+    ranks: int, ended: dict[int, int], received: list[int], folder: Path, out: Path, name: str
 ) -> int:
+    """Print how the run has ended, and keep the ranks' logs; returns the exit code."""
     fine = {0, _STOPPED, -signal.SIGTERM} if received else {0}  # the launcher sends SIGTERM
     failed = {number: code for number, code in ended.items() if code not in fine}
+    logs = {} if received and not failed else _keep_logs(ranks, folder, out)
+    if failed:
+        number = _first_cause(folder, failed)
+        code, reason = failed[number], _reason(folder, number)
+        failure = f"rank {number} {_end_text(code, reason)}"
     if received:
         kept = f"; the steps so far are in {out}" if (folder / _FIRST_STEP).exists() else ""
         who = f"all {ranks} ranks" if ranks != 1 else "the rank"
         if kept and len(ended) < ranks:
             kept += ", without checkpoint and summary of the last one"
         if failed:
-            _keep_logs(ranks, folder, out)
-            number = _first_cause(folder, failed, name)
-            kept += f"; rank {number} {_end_text(folder, number, failed[number], name)}"
+            kept += f"; {failure}"
         _say(name, f"{_signal_text(received)}, {who} ended{kept}")
         add_no_line()  # the same signal may come again
         return 128 + received[0]
-    logs = _keep_logs(ranks, folder, out)
     if not failed:
-        for number, log in sorted(logs.items()):
+        for number, log in logs.items():
             print(f"warnings of rank {number}: {log}", file=sys.stderr)
         return 0
-    number = _first_cause(folder, failed, name)
-    code, reason = failed[number], _reason(folder, number, name)
-    message = f"rank {number} {_end_text(folder, number, code, name)}"
     others = ranks - 1
     if others:
-        message += f"; the other {others} ended too" if others > 1 else "; the other ended too"
+        failure += f"; the other {others} ended too" if others > 1 else "; the other ended too"
     if number in logs:
         if reason is None and code != -signal.SIGKILL:  # otherwise the log adds nothing
-            message += "".join(f"\n  {line}" for line in _last_lines(logs[number]))
-        message += f"\n  full output: {logs[number]}"
-    _say(name, message)
+            lines = logs[number].read_text(errors="replace").splitlines()
+            last = [line.rstrip() for line in lines if line.strip()][-_LOG_LINES:]
+            failure += "".join(f"\n  {line}" for line in last)
+        failure += f"\n  full output: {logs[number]}"
+    _say(name, failure)
     return 1
 
 
 def _signal_text(received: Sequence[int]) -> str:
-    name = signal.Signals(received[0]).name
-    return "interrupted (Ctrl-C)" if received[0] == signal.SIGINT else f"stopped by {name}"
+    number = signal.Signals(received[0])
+    return "interrupted (Ctrl-C)" if number == signal.SIGINT else f"stopped by {number.name}"
 
 
-def _reason(folder: Path, number: int, name: str) -> str | None:
+def _reason(folder: Path, number: int) -> str | None:
     """The reason for a rank's failure, which :func:`fail` has written; None if it has not."""
-    start = f"commhook {name}: rank {number} "
-    lines = (folder / log_name(number)).read_text(errors="replace").splitlines()
-    found = [line for line in lines if line.startswith(start)]  # other threads write, too
-    return found[-1].removeprefix(start) if found else None
+    text = (folder / log_name(number)).read_text(errors="replace")
+    # Not only in the last line: other threads write, too.
+    found = re.findall(rf"^commhook \w+: rank {number} (.*)", text, re.MULTILINE)
+    return found[-1] if found else None
 
 
-def _end_text(folder: Path, number: int, code: int, name: str) -> str:
+def _end_text(code: int, reason: str | None) -> str:
     """The end of a sentence about a rank that failed, after its number."""
     if code == -signal.SIGKILL:
         return "was killed by SIGKILL (9) (if nobody did that, the machine may lack memory)"
     if code < 0:
-        return f"was killed by {_signal_name(-code)}"
+        with suppress(ValueError):  # a real-time signal has no name
+            return f"was killed by {signal.Signals(-code).name} ({-code})"
+        return f"was killed by signal {-code}"
     if code == _STOPPED:
-        return f"was stopped by {_signal_name(signal.SIGTERM)}"
-    return _reason(folder, number, name) or f"ended with exit code {code}"
+        return "was stopped by SIGTERM (15)"
+    return reason or f"ended with exit code {code}"
 
 
-def _first_cause(folder: Path, failed: dict[int, int], name: str) -> int:
+def _first_cause(folder: Path, failed: dict[int, int]) -> int:
     """The rank that caused the end of the others: killed by a signal, or the first to fail."""
 
     def order(number: int) -> tuple[bool, bool, bool, int, int]:
-        is_peer = (_reason(folder, number, name) or "").startswith(_LOST)
+        is_peer = (_reason(folder, number) or "").startswith(_LOST)
         log = (folder / log_name(number)).stat()
         return failed[number] > 0, is_peer, log.st_size == 0, log.st_mtime_ns, number
 
@@ -444,18 +421,6 @@ def _keep_logs(ranks: int, folder: Path, out: Path) -> dict[int, Path]:
                 shutil.copyfile(log, path)
                 kept[number] = path
     return kept
-
-
-def _last_lines(log: Path) -> list[str]:
-    lines = [line.rstrip() for line in log.read_text(errors="replace").splitlines()]
-    return [line for line in lines if line][-_LOG_LINES:]
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return f"{signal.Signals(number).name} ({number})"
-    except ValueError:
-        return f"signal {number}"
 
 
 def _say(name: str, message: str) -> None:

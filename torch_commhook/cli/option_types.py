@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -169,10 +170,8 @@ def add_options(
 ) -> None:
     """Add the options of dataclasses. The namespace gets only those that the command line gives.
 
-    Args:
-        parser: the parser.
-        owners: dataclasses. The function takes their own fields, without those of a base class.
-        groups: the parser's groups by title; the function makes the others.
+    The function takes the owners' own fields, without those of a base class. ``groups`` has groups
+    of the parser by title; the function makes the others.
     """
     made = dict(groups or {})
     for owner in owners:
@@ -202,6 +201,8 @@ def given_fields(given: Mapping[str, Any], owner: Any) -> dict[str, Any]:
 #: The most threads of a rank. Like other limits, it refuses what would only fail in the ranks.
 MOST_THREADS = 1024
 
+_communication = partial(option, group="communication")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorldOptions:
@@ -211,30 +212,21 @@ class WorldOptions:
         notes: remarks to print before the run.
     """
 
-    timeout: float = option(
-        at_most(30 * 24 * 3600, positive_float),
-        "timeout of a collective, in seconds",
-        300.0,
-        group="communication",
+    timeout: float = _communication(
+        at_most(30 * 24 * 3600, positive_float), "timeout of a collective, in seconds", 300.0
     )
-    device: str = option(
+    device: str = _communication(
         str,
         "auto: CUDA if each rank of this machine has a GPU of its own, else the CPU",
         "auto",
-        group="communication",
         choices=("auto", "cpu", "cuda"),
     )
-    backend: str = option(
-        str,
-        "auto: NCCL on CUDA, Gloo on the CPU",
-        "auto",
-        group="communication",
-        choices=("auto", "gloo", "nccl"),
+    backend: str = _communication(
+        str, "auto: NCCL on CUDA, Gloo on the CPU", "auto", choices=("auto", "gloo", "nccl")
     )
-    threads: int = option(
+    threads: int = _communication(
         at_most(MOST_THREADS, positive_int),
         "threads of a rank on the CPU",
         shown="cores // ranks",
-        group="communication",
     )
     notes: tuple[str, ...] = ()

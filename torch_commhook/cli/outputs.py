@@ -28,12 +28,7 @@ _STEP = "{step}"
 
 
 def metrics_name(number: int, *, is_plain: bool) -> str:
-    """The name of the file for the steps of a run.
-
-    Args:
-        number: the number of the run. Run 0 has the hook of ``--hook``.
-        is_plain: whether the run has no hook.
-    """
+    """The name of the file for the steps of a run. Run 0 has the hook of ``--hook``."""
     if number == 0:
         return METRICS
     return PLAIN_METRICS if is_plain else f"metrics-{number + 1}.jsonl"
@@ -74,12 +69,9 @@ def check_picture(path: Path) -> None:
 
 
 def check_results(folder: Path, names: Sequence[str], folders: Sequence[str] = ()) -> None:
-    """Raise OutputError unless the results can be written. Leaves no file.
+    """Raise OutputError unless the results can be written to ``folder``. Leaves no file.
 
-    Args:
-        folder: the folder of the results.
-        names: the files in this folder.
-        folders: folders in this folder that take new files.
+    They are files of these ``names``, and new files in ``folders`` within ``folder``.
     """
     _check_folder(folder)
     for name in folders:
@@ -94,14 +86,8 @@ def check_results(folder: Path, names: Sequence[str], folders: Sequence[str] = (
 def check_apart(save: Path, last_step: int, folder: Path, names: Sequence[str], ranks: int) -> None:
     """Raise OutputError if a checkpoint has the path of another file of the run, or is its folder.
 
-    An interrupt may save any step up to the last one.
-
-    Args:
-        save: the path of ``--save``.
-        last_step: the last step of the run.
-        folder: the folder of the results.
-        names: the files of the results.
-        ranks: the number of ranks. Each of them may write a log to ``folder``.
+    An interrupt may save any step up to the last one. ``folder`` gets files of these ``names``, and
+    may get a log of each rank.
     """
     results = {
         _real(folder / name): folder / name
@@ -158,22 +144,12 @@ def _check_folder(folder: Path) -> None:
 # ---- writes the numbers of each step to the logs of --log, in addition to metrics.jsonl ----------
 
 
-#: Value of ``--log``: the package that it needs, or None.
-LOGS: Mapping[str, str | None] = {"jsonl": None, "tensorboard": "tensorboard", "wandb": "wandb"}
+#: The values of ``--log``: ``jsonl``, and packages.
+LOGS = ("jsonl", "tensorboard", "wandb")
 #: The project of runs on Weights & Biases.
 PROJECT = "torch-commhook"
-
-
 #: Takes the numbers of a step by name, and ends: writes the remaining numbers.
 StepLog = tuple[Callable[[int, Mapping[str, float]], object], Callable[[], object]]
-
-
-def check_logs(logs: Sequence[str]) -> None:
-    """Raise OutputError if a log needs a package that is not installed."""
-    for name in logs:
-        package = LOGS[name]
-        if package is not None and not is_installed(package):
-            raise OutputError(f"{name} needs the package {package}: pip install {package}")
 
 
 def open_logs(
@@ -181,19 +157,20 @@ def open_logs(
 ) -> list[StepLog]:
     """Open the logs of a run, except ``jsonl``: the run always writes ``metrics.jsonl``.
 
-    Args:
-        logs: names of logs, as for ``--log``.
-        out: the folder of the results.
-        run: the name of the run, different for each hook.
-        hook: the hook as text.
-        config: the settings of the run.
-        first_step: the number of steps before the run.
+    ``out`` is the folder of the results, ``run`` a name that is different for each hook, and
+    ``first_step`` the number of steps before the run.
     """
     found: list[StepLog] = []
     if "tensorboard" in logs:
         found.append(_tensorboard_log(out / EVENTS / run, hook, first_step))
     if "wandb" in logs:
-        found.append(_wandb_log(out, run, hook, config))
+        import wandb
+
+        # The runs to compare are in one group.
+        names = {"project": PROJECT, "name": hook, "group": str(out), "job_type": run}
+        started = wandb.init(**names, dir=str(out), config=dict(config))
+        log = (lambda step, values: started.log(dict(values), step=step), started.finish)
+        found.append(log)
     return found
 
 
@@ -210,13 +187,3 @@ def _tensorboard_log(folder: Path, hook: str, first_step: int) -> StepLog:
             writer.add_scalar(f"train/{name}", value, step)
 
     return log, writer.close
-
-
-def _wandb_log(out: Path, run: str, hook: str, config: Mapping[str, Any]) -> StepLog:
-    """Write a run to Weights & Biases, in one group with the runs to compare it with."""
-    import wandb
-
-    started = wandb.init(
-        project=PROJECT, dir=str(out), name=hook, group=str(out), job_type=run, config=dict(config)
-    )
-    return lambda step, values: started.log(dict(values), step=step), started.finish

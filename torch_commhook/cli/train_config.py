@@ -253,12 +253,7 @@ class ShardedOptionError(OptionError):
 def resolve_sharded(config: TrainConfig, given: Collection[str]) -> TrainConfig:
     """Set the default of ``--shards``, and drop options of a checkpoint that do not apply.
 
-    Args:
-        config: the configuration from the command line and a checkpoint.
-        given: the fields that the command line gives.
-
-    Returns:
-        The new configuration.
+    Only the fields in ``given`` are from the command line.
 
     Raises:
         ShardedOptionError: the command line gives an option that ``--parallel`` excludes, or the
@@ -296,11 +291,8 @@ def resolve_sharded(config: TrainConfig, given: Collection[str]) -> TrainConfig:
 def check_hooks(config: TrainConfig, name: str) -> None:
     """Check the hook and, for a sharded model, the shard hook and the codec of the weights.
 
-    The check does not run a user's file: ``attach`` checks its hook.
-
-    Args:
-        config: the configuration of the run.
-        name: the option that gives the hook, for errors.
+    The check does not run a user's file: ``attach`` checks its hook. ``name`` is the option that
+    gives the hook, for errors.
 
     Raises:
         OptionError: a text names no hook or codec, or one that does not fit.
@@ -333,11 +325,9 @@ def _refusals() -> Iterator[None]:
 
 
 def check_hook_fits(expression: str, *, on_shards: bool) -> None:
-    """Check that a hook can average a sharded model's gradients.
+    """Check that a hook can average a sharded model's gradients, without running a user's file.
 
-    Args:
-        expression: the hook as text. The check does not run a user's file.
-        on_shards: whether the hook takes part in reduce-scatters, or averages across replicas.
+    ``on_shards`` tells whether the hook takes part in reduce-scatters, or averages across replicas.
 
     Raises:
         ShardedOptionError: the text names no hook, or one that cannot.

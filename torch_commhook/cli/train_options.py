@@ -12,12 +12,8 @@ from typing import Any
 
 import torch
 
-from torch_commhook.cli.checkpoint import (
-    Checkpoint,
-    CheckpointError,
-    check_fits,
-    read_checkpoint,
-)
+from torch_commhook.cli import outputs
+from torch_commhook.cli.checkpoint import Checkpoint, CheckpointError, check_fits, read_checkpoint
 from torch_commhook.cli.launch_environment import LaunchEnvironment, checks_outputs
 from torch_commhook.cli.main import OneLineParser
 from torch_commhook.cli.option_types import (
@@ -31,20 +27,7 @@ from torch_commhook.cli.option_types import (
     path,
     positive_int,
 )
-from torch_commhook.cli.outputs import (
-    EVENTS,
-    LOGS,
-    METRICS,
-    PLAIN_METRICS,
-    PLOT,
-    SUMMARY,
-    check_apart,
-    check_file,
-    check_logs,
-    check_results,
-    checkpoint_path,
-    metrics_name,
-)
+from torch_commhook.cli.outputs import EVENTS, LOGS, METRICS, PLAIN_METRICS, PLOT, SUMMARY
 from torch_commhook.cli.text_model import ByteTransformer, read_text
 from torch_commhook.cli.train_config import (
     MEMORY_FIELDS,
@@ -94,7 +77,7 @@ class TrainOptions(WorldOptions):
         f"tensorboard and wandb need the packages of these names. Event files go to {EVENTS} in "
         "the folder of --out",
         ("jsonl",),
-        choices=tuple(LOGS),
+        choices=LOGS,
         nargs="+",
     )
     save: Path | None = _result(
@@ -122,7 +105,7 @@ class TrainOptions(WorldOptions):
     def result_names(self) -> tuple[str, ...]:
         """The files that the runs write into :attr:`out`, without the ranks' logs."""
         others = [
-            metrics_name(number, is_plain=config.is_plain)
+            outputs.metrics_name(number, is_plain=config.is_plain)
             for number, config in enumerate(self.others, start=1)
         ]
         return tuple(dict.fromkeys((METRICS, PLAIN_METRICS, *others, SUMMARY, PLOT)))
@@ -199,8 +182,11 @@ def _resolve(
         base, saved_step, notes = _base_from_checkpoint(options.resume, given)
     config = resolve_sharded(replace(base, **given), given)
     compared = () if options.compare is None else _compared(config, others)
-    if place is None:
-        notes += _check_ranks(config.ranks, chosen="ranks" in given, device=options.device)
+    if place is None and config.ranks > MOST_RANKS:
+        raise OptionError(f"argument --ranks: must be at most {MOST_RANKS}, got {config.ranks}")
+    cores = available_cores()
+    if place is None and "ranks" in given and config.ranks > cores and options.device != "cuda":
+        notes += (f"{config.ranks} ranks share {pluralize(cores, 'core')}",)
     _check_config(config, hook_option)
     for other in compared:
         check_hooks(other, "--compare")
@@ -209,7 +195,7 @@ def _resolve(
         config=config,
         others=compared,
         log=tuple(dict.fromkeys(options.log)),
-        threads=options.threads or max(1, available_cores() // config.ranks),
+        threads=options.threads or max(1, cores // config.ranks),
         notes=notes,
     )
     _check_steps(options, saved_step)
@@ -281,12 +267,10 @@ def _saved_config(path: Path, checkpoint: Checkpoint) -> TrainConfig:
     """
     try:
         saved = TrainConfig.from_plain(checkpoint.config)
-        if saved.layers > len(checkpoint.model):  # the model that it names may be huge
+        if saved.layers > len(checkpoint.model):  # to build them would take long
             raise ValueError(f"it has no weights for {saved.layers} layers")
-        embedding = checkpoint.model.get("embedding.weight")
-        if embedding is None or embedding.shape[1:] != (saved.dim,):
-            raise ValueError(f"it has no embedding of dim {saved.dim}")
-        model = ByteTransformer(saved.layers, saved.dim, saved.heads)
+        with torch.device("meta"):  # the model that it names may be huge
+            model = ByteTransformer(saved.layers, saved.dim, saved.heads)
         check_fits(checkpoint, model, model.parameter_groups())
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
@@ -301,30 +285,22 @@ def check_world_size(ranks: int | None, place: LaunchEnvironment) -> None:
         )
 
 
-def _check_ranks(ranks: int, chosen: bool, device: str) -> tuple[str, ...]:
-    """Check the ranks to launch; returns a note if the user chose more ranks than cores."""
-    if ranks > MOST_RANKS:
-        raise OptionError(f"argument --ranks: must be at most {MOST_RANKS}, got {ranks}")
-    cores = available_cores()
-    if ranks <= cores or not chosen or device == "cuda":
-        return ()
-    return (f"{ranks} ranks share {pluralize(cores, 'core')}",)
-
-
 def _check_results(options: TrainOptions, names: Sequence[str]) -> None:
     with of_option("--out"):
-        check_results(options.out, names, [EVENTS] if "tensorboard" in options.log else [])
-    with of_option("--log"):
-        check_logs(options.log)
+        folders = [EVENTS] if "tensorboard" in options.log else []
+        outputs.check_results(options.out, names, folders)
+    for log in options.log:
+        if log != "jsonl" and not outputs.is_installed(log):
+            raise OptionError(f"argument --log: {log} needs the package {log}: pip install {log}")
 
 
 def _check_outputs(options: TrainOptions) -> None:
     _check_results(options, options.result_names)
     if options.save is not None:
         with of_option("--save"):
-            check_file(checkpoint_path(options.save, options.last_step))
+            outputs.check_file(outputs.checkpoint_path(options.save, options.last_step))
             names, ranks = options.result_names, options.config.ranks
-            check_apart(options.save, options.last_step, options.out, names, ranks)
+            outputs.check_apart(options.save, options.last_step, options.out, names, ranks)
 
 
 def _check_config(config: TrainConfig, hook_option: str) -> None:

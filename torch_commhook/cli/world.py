@@ -26,14 +26,7 @@ class Mean(NamedTuple):
 
 @dataclass(frozen=True)
 class World:
-    """This rank and its process group.
-
-    Attributes:
-        rank: 0 to ``size - 1``.
-        size: the number of ranks.
-        device: the device of the model.
-        backend: ``gloo`` or ``nccl``.
-    """
+    """This rank, the device of its model, and its process group over ``gloo`` or ``nccl``."""
 
     rank: int
     size: int
@@ -41,11 +34,7 @@ class World:
     backend: str
 
     def start_mean(self, value: torch.Tensor, flag: bool = False) -> Callable[[], Mean]:
-        """Start to average a scalar over the ranks, in the background.
-
-        Args:
-            value: this rank's scalar.
-            flag: this rank's flag.
+        """Start to average a scalar over the ranks, and to compare their flags, in the background.
 
         Returns:
             A function that waits for the mean, and for whether a rank has set its flag.

@@ -18,9 +18,7 @@ from torch_commhook.attachment.sharded.fsdp import trains_shards
 def is_alone(where: str, ranks: int) -> bool:
     """Whether training has one process and no process group; if so, warns that no hook is attached.
 
-    Args:
-        where: the integration's name in the warning.
-        ranks: the framework's number of ranks.
+    ``where`` is the integration's name, and ``ranks`` the framework's number of ranks.
     """
     if ranks > 1 or dist.is_initialized():
         return False
@@ -37,12 +35,7 @@ def attach_wrapped(
 ) -> HookHandle:
     """Attach a hook to a framework's wrapped model: a DDP, or a sharded model.
 
-    Args:
-        where: the integration's name in errors.
-        model: the model as the framework has prepared it.
-        hook: the hook, or its expression.
-        how: how to make the framework prepare the model, for errors.
-        options: options of :func:`torch_commhook.attach`.
+    Errors begin with ``where``, and end with ``how`` to make the framework wrap the model.
 
     Raises:
         RuntimeError: the model is neither, so its gradients are not averaged.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -123,16 +124,11 @@ def _check(manager: Any, model: nn.Module, hook: Callable[..., Any]) -> None:
 
 
 class _Quorum:
-    """Keeps a hook in step with a manager's quorums.
-
-    Attributes:
-        group: the replicas of the quorum, for hooks.
-        has_run: whether a collective has been issued since the last quorum.
-    """
+    """Keeps a hook in step with a manager's quorums."""
 
     def __init__(self, manager: Any) -> None:
-        self.group = _QuorumGroup(manager, self)
-        self.has_run = False
+        self.group = _QuorumGroup(manager, self)  # for the hook
+        self.has_run = False  # a collective, since the last quorum
         self._manager = manager
         self._handle: HookHandle
         self._future: object = None  # of the present quorum
@@ -247,13 +243,7 @@ class _Quorum:
                     f"one that it recovers from has {settings.get(name)}"
                 )
         # Copies: the manager's tensors may be in read-only memory.
-        self._loaded = _copied(state["state"])
-
-
-def _copied(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: _copied(value) for key, value in state.items()}
-    return state.clone() if isinstance(state, torch.Tensor) else state
+        self._loaded = deepcopy(state["state"])
 
 
 class _QuorumGroup(WrapperProcessGroup):

@@ -13,26 +13,16 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from torch_commhook.cli.doctor.build import (
-    check_build,
-    check_gpus,
-    check_hooks,
-    check_host,
-    check_variables,
-    check_versions,
-    library_error,
-)
+from torch_commhook.cli.doctor import build, network
 from torch_commhook.cli.doctor.meeting import (
+    REPORT_IT,
     Finding,
     NoMeetingError,
     Settings,
-    as_json,
-    as_text,
-    count,
     first_line,
     meet,
+    report,
 )
-from torch_commhook.cli.doctor.network import check_group, check_network, check_ranks
 from torch_commhook.cli.launch_environment import (
     LaunchError,
     read_launch_environment,
@@ -42,41 +32,20 @@ from torch_commhook.cli.option_types import at_most, positive_float, some_of
 
 #: The checks, in the order of the report.
 CHECKS: dict[str, Callable[[Settings], Iterator[Finding]]] = {
-    "versions": check_versions,
-    "build": check_build,
-    "gpus": check_gpus,
-    "network": check_network,
-    "ranks": check_ranks,
-    "group": check_group,
-    "host": check_host,
-    "variables": check_variables,
-    "hooks": check_hooks,
+    "versions": build.check_versions,
+    "build": build.check_build,
+    "gpus": build.check_gpus,
+    "network": network.check_network,
+    "ranks": network.check_ranks,
+    "group": network.check_group,
+    "host": build.check_host,
+    "variables": build.check_variables,
+    "hooks": build.check_hooks,
 }
 
 
 def main(argv: Sequence[str]) -> int:
     """Run ``doctor argv``; returns 0 if there is no error, and 1 otherwise."""
-    options = _parser().parse_args(argv)
-    settings, findings = _settings(options)
-    for name in options.only:
-        findings += _checked(name, settings)
-    meeting = settings.meeting
-    if meeting is not None:
-        findings = meeting.share(findings)
-    if meeting is None or meeting.rank == 0:
-        print(as_json(findings) if options.json else as_text(findings), flush=True)
-    if meeting is not None:
-        meeting.leave()
-    return 1 if count(findings, "error") else 0
-
-
-def end_where_nothing_loads() -> None:
-    """If this process runs ``doctor`` and the package cannot be imported, say why and end."""
-    if sys.argv[1:2] == ["doctor"] and library_error() is not None:
-        sys.exit(main(sys.argv[2:]))
-
-
-def _parser() -> argparse.ArgumentParser:
     from torch_commhook.cli.main import OneLineParser
 
     parser = OneLineParser(
@@ -104,30 +73,45 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="time for ranks to come and to connect",
     )
-    return parser
+    options = parser.parse_args(argv)
+    settings, findings = _settings(options)
+    for name in options.only:
+        findings += _checked(name, settings)
+    meeting = settings.meeting
+    if meeting is not None:
+        findings = meeting.share(findings)
+    if meeting is None or meeting.rank == 0:
+        print(report(findings, as_json=options.json), flush=True)
+    if meeting is not None:
+        meeting.leave()
+    return int(any(finding.level == "error" for finding in findings))
+
+
+def end_where_nothing_loads() -> None:
+    """If this process runs ``doctor`` and the package cannot be imported, say why and end."""
+    if sys.argv[1:2] == ["doctor"] and build.library_error() is not None:
+        sys.exit(main(sys.argv[2:]))
 
 
 def _settings(options: argparse.Namespace) -> tuple[Settings, list[Finding]]:
     """The settings of the checks, and a finding if the launcher's ranks cannot meet."""
-    alone = Settings(options.timeout, options.backend)
+    settings = Settings(options.timeout, options.backend)
     try:
         os.environ.update(slurm_variables(os.environ))
         place = read_launch_environment(os.environ)
+        if place is None or place.launcher_pid is not None:
+            return settings, []
+        settings = replace(settings, place=place)
+        meeting = None if place.size == 1 else meet(place, options.timeout)
+        return replace(settings, meeting=meeting), []
     except LaunchError as error:
+        reason = str(error)
         advice = "Start doctor by torchrun or srun, or unset RANK, WORLD_SIZE and MASTER_ADDR."
-        return alone, [Finding.error("this rank", str(error), advice, group="ranks")]
-    if place is None or place.launcher_pid is not None:
-        return alone, []
-    settings = replace(alone, place=place)
-    if place.size == 1:
-        return settings, []
-    try:
-        return replace(settings, meeting=meet(place, options.timeout)), []
     except NoMeetingError as error:
         reason, advice = error.args
-        return settings, [Finding.error("this rank", reason, advice, group="ranks")]
     except (ImportError, OSError, AttributeError):  # no torch, or one without torch.distributed
         return settings, []
+    return settings, [Finding("this rank", reason, "error", advice, group="ranks")]
 
 
 def _checked(name: str, settings: Settings) -> list[Finding]:
@@ -137,6 +121,5 @@ def _checked(name: str, settings: Settings) -> list[Finding]:
         found.extend(CHECKS[name](settings))
     except Exception as error:  # the other checks go on
         text = f"{type(error).__name__}: {first_line(error)}"
-        advice = "Report this with the whole output of doctor."
-        found.append(Finding.error(f"check of {name}", text, advice))
+        found.append(Finding(f"check of {name}", text, "error", REPORT_IT))
     return [replace(finding, group=name) for finding in found]

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch_commhook.cli.doctor.meeting import Finding, Settings, first_line
+from torch_commhook.cli.doctor.meeting import REPORT_IT, Finding, Settings, first_line
 from torch_commhook.native.stamp import (
     HOW_TO_BUILD,
     LIBRARY_FOLDER,
@@ -69,7 +69,7 @@ def _shared_memory() -> Finding:
         found = os.statvfs(SHARED_MEMORY)
     except OSError as error:
         advice = f"Mount a tmpfs at {SHARED_MEMORY}; NCCL and workers of a DataLoader need it."
-        return Finding.warning(name, f"{SHARED_MEMORY}: {error.strerror}", advice)
+        return Finding(name, f"{SHARED_MEMORY}: {error.strerror}", "warning", advice)
     size, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
     value = f"{free >> 20} MiB of {size >> 20} MiB are free in {SHARED_MEMORY}"
     if free >= _ENOUGH_SHARED:
@@ -88,7 +88,7 @@ def _huge_pages() -> Finding:
     if chosen != "never":
         return Finding("huge pages", chosen)
     advice = f"As root, run: echo madvise > {_HUGE_PAGES}; passes over buffers then take less time."
-    return Finding.warning("huge pages", chosen, advice)
+    return Finding("huge pages", chosen, "warning", advice)
 
 
 def _processors(settings: Settings) -> Finding:
@@ -110,7 +110,7 @@ def _processors(settings: Settings) -> Finding:
         reason = f"each rank uses one processor of {share} (torchrun sets it to 1)."
     else:
         return Finding("processors", value)
-    return Finding.warning("processors", value, f"Set OMP_NUM_THREADS={share}: {reason}")
+    return Finding("processors", value, "warning", f"Set OMP_NUM_THREADS={share}: {reason}")
 
 
 def usable_cores() -> float:
@@ -133,7 +133,7 @@ def _open_files(settings: Settings) -> Finding:
     if soft == "unlimited" or int(soft) >= needed:
         return Finding("open files", str(soft))
     advice = f"Run ulimit -n {max(needed, 1024)} before training: {size} ranks may need {needed}."
-    return Finding.warning("open files", f"{soft} (at most {hard})", advice)
+    return Finding("open files", f"{soft} (at most {hard})", "warning", advice)
 
 
 # ---- checks of the installation: versions, the native libraries, a compiler ----------------------
@@ -165,11 +165,8 @@ def check_versions(settings: Settings) -> Iterator[Finding]:
     try:
         import torch
     except (ImportError, OSError) as error:
-        yield Finding.error(
-            "torch",
-            f"does not load: {first_line(error)}",
-            "Install torch 2.11 or newer, then build torch_commhook again.",
-        )
+        advice = "Install torch 2.11 or newer, then build torch_commhook again."
+        yield Finding("torch", f"does not load: {first_line(error)}", "error", advice)
         return
     yield Finding("torch", torch.__version__)
     yield _tests_on(str(torch.__version__))
@@ -199,7 +196,7 @@ def _tests_on(version: str) -> Finding:
         return Finding("tests on this torch", value)
     advice = "Install one of these, or run" if stored else "Run"
     advice += f" make test-torch TORCH={own} in a checkout."
-    return Finding.warning("tests on this torch", value, advice)
+    return Finding("tests on this torch", value, "warning", advice)
 
 
 def check_build(settings: Settings) -> Iterator[Finding]:
@@ -209,7 +206,8 @@ def check_build(settings: Settings) -> Iterator[Finding]:
         yield Finding("native libraries", ", ".join(_libraries()))
         yield from _loaded()
     else:
-        yield Finding.error("native libraries", *_why_not_loaded(error))
+        value, advice = _why_not_loaded(error)
+        yield Finding("native libraries", value, "error", advice)
     yield _compiler(is_built=error is None)
 
 
@@ -256,7 +254,7 @@ def _loaded() -> Iterator[Finding]:
     for library, version in built_for.items():
         if version.partition("+")[2] != str(torch.__version__).partition("+")[2]:
             advice = f"Build it again for torch {torch.__version__}: {HOW_TO_BUILD}"
-            yield Finding.warning(f"{library} built for torch", version, advice)
+            yield Finding(f"{library} built for torch", version, "warning", advice)
         else:
             yield Finding(f"{library} built for torch", version)
     yield Finding("CPU kernels", torch.ops.commhook.cpu_capability(None))
@@ -321,14 +319,14 @@ def _gpus(is_cuda_build: bool, count: int) -> Finding:
         return Finding("GPUs", "none")
     if not is_cuda_build:
         value = f"none that torch {torch.__version__} can use, though NVIDIA's driver is loaded"
-        return Finding.warning("GPUs", value, "Install a CUDA build of torch to use them.")
+        return Finding("GPUs", value, "warning", "Install a CUDA build of torch to use them.")
     value = "none that torch can use, though NVIDIA's driver is loaded"
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
         value += f": {first_line(error)}"
     advice = "Look at CUDA_VISIBLE_DEVICES, and whether the driver serves CUDA "
-    return Finding.warning("GPUs", value, f"{advice}{torch.version.cuda}.")
+    return Finding("GPUs", value, "warning", f"{advice}{torch.version.cuda}.")
 
 
 def _kernels(is_cuda_build: bool, count: int) -> Finding:
@@ -336,16 +334,17 @@ def _kernels(is_cuda_build: bool, count: int) -> Finding:
 
     name = "CUDA kernels"
     cuda = torch.version.cuda
-    if not _has_kernels() and not is_cuda_build:
-        return Finding(name, f"none, since torch {torch.__version__} is not a CUDA build")
-    if not _has_kernels():
+    if not torch.ops.commhook.has_cuda_kernels():
+        if not is_cuda_build:
+            return Finding(name, f"none, since torch {torch.__version__} is not a CUDA build")
         value = f"none in the build, though torch is a build for CUDA {cuda}; slower reference "
         value += "kernels serve CUDA tensors"
         advice = f"Install nvcc of CUDA {cuda}, then run: {_BUILD_KERNELS}"
-        return Finding.warning(name, value, advice)
+        return Finding(name, value, "warning", advice)
     library = operator_library()
     found = set() if library is None else architectures(library.read_bytes())
-    value = ", ".join(sorted(found, key=_order)) or "of unknown architectures"
+    by_number = sorted(found, key=lambda each: (int(each.partition("_")[2]), each))
+    value = ", ".join(by_number) or "of unknown architectures"
     capabilities = {torch.cuda.get_device_capability(index) for index in range(count)}
     missing = sorted(one for one in capabilities if found and not serves(found, *one))
     if not missing:
@@ -353,20 +352,11 @@ def _kernels(is_cuda_build: bool, count: int) -> Finding:
     texts = [f"{major}.{minor}" for major, minor in missing]
     value = f"{value}: none for compute capability {' and '.join(texts)}"
     advice = f"Build again: TORCH_CUDA_ARCH_LIST='{' '.join(texts)}' {_BUILD_KERNELS}"
-    return Finding.error(name, value, advice)
-
-
-def _has_kernels() -> bool:
-    import torch
-
-    return bool(torch.ops.commhook.has_cuda_kernels())
+    return Finding(name, value, "error", advice)
 
 
 def architectures(library: bytes) -> set[str]:
-    """The architectures of the CUDA kernels in a library.
-
-    Args:
-        library: the contents of its file.
+    """The architectures of the CUDA kernels in the contents of a library's file.
 
     Returns:
         ``"sm_90"`` for machine code, ``"compute_90"`` for PTX, which newer GPUs can also run.
@@ -400,11 +390,6 @@ def serves(architectures: set[str], major: int, minor: int) -> bool:
     return False
 
 
-def _order(architecture: str) -> tuple[int, str]:
-    kind, number = architecture.split("_")
-    return int(number), kind
-
-
 # ---- tries hooks on two ranks, which are threads of this process ---------------------------------
 
 
@@ -422,11 +407,8 @@ def check_hooks(settings: Settings) -> Iterator[Finding]:
         if error is None:
             yield Finding(hook, "averages the gradients of two ranks")
         else:
-            yield Finding.error(
-                hook,
-                f"{type(error).__name__}: {first_line(error)}",
-                "Report this with the whole output of doctor.",
-            )
+            value = f"{type(error).__name__}: {first_line(error)}"
+            yield Finding(hook, value, "error", REPORT_IT)
 
 
 def _error_of(hook: str) -> Exception | None:

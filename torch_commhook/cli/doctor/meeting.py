@@ -28,13 +28,10 @@ Level = Literal["ok", "warning", "error"]
 
 @dataclass(frozen=True)
 class Finding:
-    """A fact about this machine.
+    """A fact about this machine, found by a check of ``doctor --only``, its group.
 
     Attributes:
-        group: the check that found it; a name in ``doctor --only``.
-        name: the name of the fact.
-        value: the fact.
-        level: ``"ok"``, ``"warning"`` or ``"error"``. Only an error changes the exit code.
+        level: only an error changes the exit code.
         advice: the solution, in one sentence; empty if the level is ``"ok"``.
         rank: the rank that found it, if it is not the rank that prints.
     """
@@ -46,43 +43,31 @@ class Finding:
     advice: str = ""
     rank: int | None = None
 
-    @classmethod
-    def warning(cls, name: str, value: str, advice: str, group: str = "") -> Finding:
-        """A finding that does not change the exit code."""
-        return cls(name, value, "warning", advice, group=group)
 
-    @classmethod
-    def error(cls, name: str, value: str, advice: str, group: str = "") -> Finding:
-        """A finding that makes the exit code 1."""
-        return cls(name, value, "error", advice, group=group)
+def report(findings: Sequence[Finding], *, as_json: bool) -> str:
+    """The findings, and the number of errors and warnings among them.
 
-
-def count(findings: Sequence[Finding], level: Level) -> int:
-    """The number of findings with a level."""
-    return sum(finding.level == level for finding in findings)
-
-
-def as_json(findings: Sequence[Finding]) -> str:
-    """The findings as a JSON object with the keys ``findings``, ``errors`` and ``warnings``."""
-    report = {
-        "findings": [asdict(finding) for finding in findings],
-        "errors": count(findings, "error"),
-        "warnings": count(findings, "warning"),
-    }
-    return json.dumps(report, indent=1)
-
-
-def as_text(findings: Sequence[Finding]) -> str:
-    """The findings as lines, one or two for each, and a line that counts errors and warnings."""
+    Returns:
+        Lines, one or two for each finding and one for the numbers; or a JSON object with the keys
+        ``findings``, ``errors`` and ``warnings``.
+    """
+    levels = [finding.level for finding in findings]
+    errors, warnings = levels.count("error"), levels.count("warning")
+    if as_json:
+        facts = [asdict(finding) for finding in findings]
+        return json.dumps({"findings": facts, "errors": errors, "warnings": warnings}, indent=1)
     lines = []
     for finding in findings:
         place = "" if finding.rank is None else f"rank {finding.rank}: "
         lines.append(f"{finding.level:<9}{place}{finding.name}: {finding.value}")
         if finding.advice:
             lines.append(f"{'':<9}-> {finding.advice}")
-    errors, warnings = count(findings, "error"), count(findings, "warning")
     lines.append(f"doctor: {pluralize(errors, 'error')}, {pluralize(warnings, 'warning')}")
     return "\n".join(lines)
+
+
+#: The advice on an error that no check explains.
+REPORT_IT = "Report this with the whole output of doctor."
 
 
 def first_line(error: BaseException) -> str:
@@ -108,13 +93,9 @@ class NoMeetingError(Exception):
 
 
 class Meeting:
-    """The ranks of a launcher, and a store that all can read.
+    """The ranks of a launcher, and a store that only they use.
 
-    Args:
-        store: a store that only this meeting uses.
-        rank: the rank of this process.
-        size: the number of ranks.
-        timeout: the seconds from now for the other ranks to come.
+    The other ranks have ``timeout`` seconds from now to come.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
@@ -130,12 +111,7 @@ class Meeting:
         return list(self.values("came", range(self.size), left))
 
     def values(self, key: str, ranks: Iterable[int], timeout: float) -> dict[int, str]:
-        """Wait for the values that ranks set.
-
-        Args:
-            key: each rank sets ``key/rank``.
-            ranks: the ranks to wait for.
-            timeout: the seconds for all of them.
+        """Wait until these ranks have set ``key/rank``, for at most ``timeout`` seconds in all.
 
         Returns:
             The values by rank, of the ranks that have set one in time.
@@ -162,17 +138,16 @@ class Meeting:
             On rank 0, its own findings and the warnings and errors of all other ranks. On another
             rank, its own findings, without waiting.
         """
-        mine = list(findings)
-        merged = list(mine)
+        merged = list(findings)
         with suppress(RuntimeError):  # the store has gone
             if self.rank:
-                wrong = [asdict(finding) for finding in mine if finding.level != "ok"]
+                wrong = [asdict(finding) for finding in findings if finding.level != "ok"]
                 self.store.set(f"findings/{self.rank}", json.dumps(wrong))
-                return mine
+                return merged
             others = self.ranks()[1:]
             for rank, text in self.values("findings", others, _REPORT_SECONDS).items():
                 theirs = [Finding(**fields) for fields in json.loads(text)]
-                merged += [replace(each, rank=rank) for each in theirs if each not in mine]
+                merged += [replace(each, rank=rank) for each in theirs if each not in findings]
         return merged
 
     def leave(self) -> None:
@@ -189,9 +164,7 @@ class Meeting:
 def meet(place: LaunchEnvironment, timeout: float) -> Meeting:
     """Connect to the store at MASTER_ADDR and MASTER_PORT; rank 0 starts it unless torchrun has.
 
-    Args:
-        place: this rank's place.
-        timeout: the seconds for the connection, and for the other ranks to come.
+    The connection may take ``timeout`` seconds, and so may the other ranks.
 
     Raises:
         NoMeetingError: the store cannot be started or reached.
@@ -203,13 +176,8 @@ def meet(place: LaunchEnvironment, timeout: float) -> Meeting:
     if not is_host:
         _await_port(place.rank, host, port, timeout)
     try:
-        store = dist.TCPStore(
-            host,
-            port,
-            is_master=is_host,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout),
-        )
+        limit = timedelta(seconds=timeout)
+        store = dist.TCPStore(host, port, is_master=is_host, wait_for_workers=False, timeout=limit)
     except RuntimeError as error:
         raise NoMeetingError(
             f"rank {place.rank} has no store at {with_port(host, port)}: {first_line(error)}",
@@ -250,7 +218,6 @@ class Settings:
 
     Attributes:
         timeout: the seconds for ranks to come and to connect.
-        backend: the backend to describe a group of, or None.
         place: this rank's place, or None if no launcher has started it.
         meeting: the meeting with the other ranks, or None if this process is alone.
     """

@@ -7,6 +7,7 @@ import os
 import secrets
 import signal
 import socket
+import socketserver
 import subprocess
 import sys
 import threading
@@ -14,15 +15,14 @@ import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch_commhook.addresses import can_listen, family_of, interfaces, loopback
 from torch_commhook.cli.doctor.build import HOOKS, averaged, library_error
-from torch_commhook.cli.doctor.meeting import Finding, Meeting, Settings, first_line
+from torch_commhook.cli.doctor.meeting import REPORT_IT, Finding, Meeting, Settings, first_line
 
 # ---- checks of the network: the interfaces, and the address that Gloo takes ----------------------
 
@@ -32,14 +32,8 @@ INTERFACES = "GLOO_SOCKET_IFNAME"
 _STATES = Path("/sys/class/net")
 
 
-@dataclass(frozen=True)
-class GlooAddress:
-    """The address at which Gloo listens.
-
-    Attributes:
-        address: an IPv4 or IPv6 address.
-        reason: the reason for Gloo's choice.
-    """
+class GlooAddress(NamedTuple):
+    """The IPv4 or IPv6 address at which Gloo listens, and the reason for Gloo's choice."""
 
     address: str
     reason: str
@@ -64,15 +58,11 @@ def check_network(settings: Settings) -> Iterator[Finding]:
 
 
 def _described(name: str, addresses: list[str]) -> str:
-    is_down = _state(name) == "down"
-    return f"{name} {', '.join(addresses) or 'without an address'}{' (down)' if is_down else ''}"
-
-
-def _state(name: str) -> str:
-    try:
-        return (_STATES / name / "operstate").read_text().strip()
-    except OSError:
-        return "unknown"
+    state = ""
+    with suppress(OSError):
+        state = (_STATES / name / "operstate").read_text().strip()
+    down = " (down)" if state == "down" else ""
+    return f"{name} {', '.join(addresses) or 'without an address'}{down}"
 
 
 def gloo_address(found: dict[str, list[str]] | None = None) -> GlooAddress:
@@ -80,9 +70,6 @@ def gloo_address(found: dict[str, list[str]] | None = None) -> GlooAddress:
 
     Gloo takes the first interface in GLOO_SOCKET_IFNAME. Without this variable, it takes the
     first address of the host's name on which it can listen, or 127.0.0.1 if there is none.
-
-    Args:
-        found: the result of :func:`interfaces`; None calls it.
 
     Raises:
         NoAddressError: an interface in GLOO_SOCKET_IFNAME is missing or has no address; or the
@@ -98,7 +85,10 @@ def gloo_address(found: dict[str, list[str]] | None = None) -> GlooAddress:
     if names:
         return GlooAddress(found[names[0]][0], f"on {names[0]}, by {INTERFACES}")
     host = socket.gethostname()
-    for address in _addresses_of(host):
+    resolved: list[Any] = []
+    with suppress(OSError):
+        resolved = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    for address in (str(each[4][0]) for each in resolved):
         if can_listen(address):
             owners = [name for name, addresses in found.items() if address in addresses]
             where = f"on {owners[0]}, " if owners else ""
@@ -109,24 +99,20 @@ def gloo_address(found: dict[str, list[str]] | None = None) -> GlooAddress:
     return GlooAddress("127.0.0.1", f"since {why}")
 
 
-def _addresses_of(host: str) -> list[str]:
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
-    return [str(each[4][0]) for each in found]
-
-
 def _taken(found: dict[str, list[str]], settings: Settings) -> Finding:
     name = "Gloo listens at"
-    usable = [each for each, addresses in found.items() if _reaches_others(addresses)]
+    usable = [
+        each
+        for each, addresses in found.items()
+        if not all(ip_address(address).is_loopback for address in addresses)
+    ]
     choice = f" (this host has {', '.join(usable)})" if usable else ""
     advice = f"Set {INTERFACES} to an interface that other hosts reach{choice}"
     try:
         taken = gloo_address(found)
     except NoAddressError as error:
         unset = ", or unset it" if os.environ.get(INTERFACES) else ""
-        return Finding.error(name, str(error), f"{advice}{unset}.")
+        return Finding(name, str(error), "error", f"{advice}{unset}.")
     value = f"{taken.address}, {taken.reason}"
     if not taken.is_loopback:
         return Finding(name, value)
@@ -134,7 +120,7 @@ def _taken(found: dict[str, list[str]], settings: Settings) -> Finding:
     place = settings.place
     if place is None or place.local_size >= place.size:
         return Finding(name, value)
-    return Finding.error(name, value, f"{advice}.")
+    return Finding(name, value, "error", f"{advice}.")
 
 
 def _encryption() -> Finding:
@@ -151,11 +137,7 @@ def _encryption() -> Finding:
         return Finding("encryption", "not known, since the native libraries do not load")
     except RuntimeError as error:  # the token's, or OpenSSL's
         advice = "give the variable the name of a file with the same token on all ranks"
-        return Finding.error("encryption", first_line(error), advice)
-
-
-def _reaches_others(addresses: list[str]) -> bool:
-    return any(not ip_address(address).is_loopback for address in addresses)
+        return Finding("encryption", first_line(error), "error", advice)
 
 
 def _available() -> Iterator[Finding]:
@@ -164,20 +146,14 @@ def _available() -> Iterator[Finding]:
     except (ImportError, OSError):
         return
     if not dist.is_available():
-        yield Finding.error(
-            "torch.distributed",
-            "not in this torch",
-            "Install a torch that was built with torch.distributed.",
-        )
+        advice = "Install a torch that was built with torch.distributed."
+        yield Finding("torch.distributed", "not in this torch", "error", advice)
         return
     if dist.is_gloo_available():
         yield Finding("Gloo", "available")
     else:
-        yield Finding.warning(
-            "Gloo",
-            "not in this torch",
-            "Install a torch with Gloo: without it ranks cannot agree on a step that fails.",
-        )
+        advice = "Install a torch with Gloo: without it ranks cannot agree on a step that fails."
+        yield Finding("Gloo", "not in this torch", "warning", advice)
     yield Finding("NCCL", "available" if dist.is_nccl_available() else "not in this torch")
 
 
@@ -190,39 +166,27 @@ _AT_ONCE = 16
 _MOST_SECONDS = 5.0
 
 
-class Listener:
+class Listener(socketserver.TCPServer):
     """Listens at an address of this host, and tells its token to each process that connects.
 
     Raises:
         OSError: this process cannot listen at the address.
     """
 
+    request_queue_size = 512
+
     def __init__(self, address: str) -> None:
-        self._socket = socket.create_server((address, 0), family=family_of(address), backlog=512)
+        self.address_family = family_of(address)
         self._token = secrets.token_bytes(_TOKEN_BYTES)
-        self._thread = threading.Thread(target=self._accept, name="doctor", daemon=True)
-        self._thread.start()
-        self.place = {
-            "address": address,
-            "port": self._socket.getsockname()[1],
-            "token": self._token.hex(),
-        }
+        super().__init__((address, 0), socketserver.BaseRequestHandler)
+        port = self.server_address[1]
+        self.place = {"address": address, "port": port, "token": self._token.hex()}
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:  # closed
-                return
-            with connection, suppress(OSError):
-                connection.sendall(self._token)
-
-    def close(self) -> None:
-        """Stop listening."""
+    def finish_request(self, request: Any, client_address: object) -> None:
+        """Tell the token; the server then closes the connection."""
         with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # accept() would go on after close()
-        self._socket.close()
-        self._thread.join()
+            request.sendall(self._token)
 
 
 def failed_connections(meeting: Meeting, timeout: float) -> dict[int, str]:
@@ -244,7 +208,8 @@ def failed_connections(meeting: Meeting, timeout: float) -> dict[int, str]:
         meeting.store.set(f"connected/{meeting.rank}", "")
         if listener is not None:
             meeting.values("connected", meeting.ranks(), timeout)
-            listener.close()
+            listener.shutdown()
+            listener.server_close()
 
 
 def _connect_to_all(meeting: Meeting, timeout: float) -> dict[int, str]:
@@ -331,15 +296,14 @@ def _two_processes(timeout: float) -> Iterator[Finding]:
                 raise
         found = [Finding(**fields) for fields in json.loads(out)["findings"]]
     except subprocess.TimeoutExpired as error:
-        yield Finding.error(_ONE_HOST, f"no answer within {error.timeout:g} s", _ADVICE)
+        yield Finding(_ONE_HOST, f"no answer within {error.timeout:g} s", "error", _ADVICE)
         return
     except (ValueError, KeyError):
         # The ranks' own last words come before torchrun's report.
-        words = [
-            line for line in err.partition("torch.distributed.elastic")[0].splitlines() if line
-        ]
+        words = err.partition("torch.distributed.elastic")[0].strip().splitlines()
         last = words[-1].strip() if words else "no output"
-        yield Finding.error(_ONE_HOST, f"torchrun ended with {process.returncode}: {last}", _ADVICE)
+        value = f"torchrun ended with {process.returncode}: {last}"
+        yield Finding(_ONE_HOST, value, "error", _ADVICE)
         return
     for finding in found:
         advice = "" if finding.level == "ok" else _ADVICE_ON_ONE_HOST
@@ -370,15 +334,14 @@ def _all_ranks(meeting: Meeting, timeout: float) -> Iterator[Finding]:
         answers = meeting.values("can_try", range(meeting.size), timeout).values()
         if list(answers) == ["True"] * meeting.size:
             error = _hook_error(meeting, timeout)
-            advice = "Report this with the whole output of doctor."
-            yield from _tried(meeting, f"hook {HOOKS[0]} over Gloo", error, advice)
+            yield from _tried(meeting, f"hook {HOOKS[0]} over Gloo", error, REPORT_IT)
     elif meeting.rank == 0:
         yield from _of_failed(failed, absent, timeout)
 
 
 def _tried(meeting: Meeting, name: str, error: str | None, advice: str) -> Iterator[Finding]:
     if error is not None:
-        yield Finding.error(name, error, advice)
+        yield Finding(name, error, "error", advice)
     elif meeting.rank == 0:
         yield Finding(name, "works")
 
@@ -387,21 +350,18 @@ def _of_failed(
     failed: Mapping[tuple[int, int], str], absent: list[int], timeout: float
 ) -> Iterator[Finding]:
     for rank in absent:
-        yield Finding.error(
-            f"rank {rank}",
-            f"it has not come within {timeout:g} s",
-            "Read the output of this rank, and look whether its host reaches MASTER_ADDR.",
-        )
+        advice = "Read the output of this rank, and look whether its host reaches MASTER_ADDR."
+        yield Finding(f"rank {rank}", f"it has not come within {timeout:g} s", "error", advice)
     for (rank, peer), reason in list(failed.items())[:_MOST_PAIRS]:
         advice = _ADVICE
         if "loopback" in reason:
             advice = f"Set {INTERFACES} on rank {peer}'s host to an interface that others reach."
         elif "listens nowhere" in reason:
             advice = f"Set {INTERFACES} on rank {peer}'s host to an interface that it has."
-        yield Finding.error(f"rank {rank} cannot connect to rank {peer}", reason, advice)
+        yield Finding(f"rank {rank} cannot connect to rank {peer}", reason, "error", advice)
     if len(failed) > _MOST_PAIRS:
         more = len(failed) - _MOST_PAIRS
-        yield Finding.error("connections", f"{more} more of {len(failed)} fail", _ADVICE)
+        yield Finding("connections", f"{more} more of {len(failed)} fail", "error", _ADVICE)
 
 
 def _sum_error(meeting: Meeting, timeout: float) -> str | None:
@@ -469,11 +429,9 @@ def check_group(settings: Settings) -> Iterator[Finding]:
 
 
 def by_device(config: str) -> dict[str, str]:
-    """The backend for each kind of device that a configuration names.
+    """The backend for each kind of device in a configuration such as ``"cpu:gloo,cuda:nccl"``.
 
-    Args:
-        config: such as ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``; ``"undefined"`` is that of
-            ``init_process_group()``, with the accelerator's backend.
+    ``"undefined"`` is that of ``init_process_group()``, with the accelerator's backend.
 
     Raises:
         ValueError, RuntimeError: ``init_process_group`` would refuse it.
@@ -504,7 +462,7 @@ def backends(source: str, config: str) -> Finding:
     except (ValueError, RuntimeError) as error:
         advice = "Name a backend, or one for each kind of device: cpu:gloo,cuda:nccl."
         text = " ".join(first_line(error).split())
-        return Finding.error(source, f"{config!r}: {text}", advice)
+        return Finding(source, f"{config!r}: {text}", "error", advice)
     value = ", ".join(f"{device} tensors travel over {name}" for device, name in found.items())
     if config != "undefined":
         value = f"{config}: {value}"
@@ -514,20 +472,17 @@ def backends(source: str, config: str) -> Finding:
     if missing:
         value = f"{value}; this torch has no {' and no '.join(missing)}"
         advice = "Choose backends that this torch has, or install a build of torch with them."
-        return Finding.error(source, value, advice)
+        return Finding(source, value, "error", advice)
     cpu = found.get("cpu", "gloo")
     if cpu != "gloo":
         right = ",".join(f"{device}:{name}" for device, name in {**found, "cpu": "gloo"}.items())
         value = f"{value}; ranks cannot agree over {cpu} on a step that fails"
         advice = f"Take gloo for the CPU: init_process_group('{right}')."
-        return Finding.warning(source, value, advice)
+        return Finding(source, value, "warning", advice)
     value = f"{value}; ranks agree on each step over gloo"
     others = dict.fromkeys(name for name in found.values() if name != "gloo")
     if not others:
         return Finding(source, value)
-    return Finding.warning(
-        source,
-        f"{value}, and {' and '.join(others)} cannot take back a collective of a step that fails",
-        "After an error in backward(), call abort() on all ranks, make a new group and attach "
-        "again.",
-    )
+    value += f", and {' and '.join(others)} cannot take back a collective of a step that fails"
+    advice = "After an error in backward(), call abort() on all ranks, make a new group and "
+    return Finding(source, value, "warning", f"{advice}attach again.")
