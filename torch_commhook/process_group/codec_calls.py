@@ -16,20 +16,16 @@ from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.futures import then
 from torch_commhook.metrics import tensor_bytes
 from torch_commhook.native.bucket_ops import BUCKET_DTYPES
+from torch_commhook.process_group.operations import ALL_GATHERS, REDUCE_SCATTERS
 
 #: Reductions that may be compressed, with the class of their options.
 SUMS: dict[str, Any] = {
     "allreduce": dist.AllreduceOptions,
     "allreduce_coalesced": dist.AllreduceCoalescedOptions,
-    "reduce_scatter": dist.ReduceScatterOptions,
-    "reduce_scatter_single": dist.ReduceScatterOptions,
-    "reduce_scatter_single_coalesced": dist.ReduceScatterOptions,
+    **dict.fromkeys(REDUCE_SCATTERS, dist.ReduceScatterOptions),
 }
 #: The same for all-gathers.
-GATHERS: dict[str, Any] = dict.fromkeys(
-    ("allgather", "allgather_coalesced", "all_gather_single", "all_gather_single_coalesced"),
-    AllgatherOptions,
-)
+GATHERS: dict[str, Any] = dict.fromkeys(ALL_GATHERS, AllgatherOptions)
 
 
 def options_of(operation: str, arguments: Sequence[Any]) -> Any:
