@@ -146,6 +146,12 @@ def have_all_names(cls: type, names: list[str], method: Any) -> None:
             setattr(cls, name, method)
 
 
+def named(function: Any, owner: str, name: str) -> Any:
+    """A function with the name of a class's method, for tracebacks."""
+    function.__name__, function.__qualname__ = name, f"{owner}.{name}"
+    return function
+
+
 def called_by_cpp(function: types.FunctionType, name: str) -> Any:
     """The attribute of a class of works for a method that C++ calls too."""
     method = _C.work_method(skip_dynamo(function), name)
@@ -231,9 +237,7 @@ def _delegate(names: list[str]) -> Any:
                 return own(*arguments)
         return getattr(super(WrapperWork, self), names[0])(*arguments)
 
-    method.__name__ = names[0]
-    method.__qualname__ = f"WrapperWork.{names[0]}"
-    return method
+    return named(method, "WrapperWork", names[0])
 
 
 def _delegate_all() -> None:

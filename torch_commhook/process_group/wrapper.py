@@ -12,7 +12,7 @@ from torch_commhook import _C
 from torch_commhook.collectives.gloo_groups import group_rank, is_seen_by_cpp
 from torch_commhook.process_group.base import ProcessGroup, called_by_cpp
 from torch_commhook.process_group.operations import COLLECTIVES, by_position
-from torch_commhook.process_group.work import have_all_names
+from torch_commhook.process_group.work import have_all_names, named
 from torch_commhook.wording import check_type
 
 #: Other methods that the parent handles.
@@ -172,18 +172,14 @@ def _collective(operation: str) -> Any:
             arguments, keywords = by_position(operation, arguments, keywords)
         return self.run_collective(operation, arguments, keywords)
 
-    method.__name__ = operation
-    method.__qualname__ = f"WrapperProcessGroup.{operation}"
-    return method
+    return named(method, "WrapperProcessGroup", operation)
 
 
 def _other(name: str) -> Any:
     def method(self: WrapperProcessGroup, *arguments: Any, **keywords: Any) -> Any:
         return getattr(self.parent, BINDINGS[name])(*arguments, **keywords)
 
-    method.__name__ = name
-    method.__qualname__ = f"WrapperProcessGroup.{name}"
-    return method
+    return named(method, "WrapperProcessGroup", name)
 
 
 for _names in _C.process_group_methods().values():

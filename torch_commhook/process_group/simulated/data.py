@@ -116,12 +116,12 @@ def broadcast(calls: Sequence[Call]) -> Results:
 
 
 def all_gather(calls: Sequence[Call]) -> Results:
-    """The tensors of each rank one after another, for all ranks."""
+    """Give each rank the tensors of all ranks."""
     return [[tensor.clone() for call in calls for tensor in call.inputs]] * len(calls)
 
 
 def all_gather_single(calls: Sequence[Call]) -> Results:
-    """For each tensor those of all ranks in one, for all ranks."""
+    """Give each rank the tensors of all ranks in one tensor."""
     gathered = [_cat(tensors) for tensors in zip(*(call.inputs for call in calls), strict=True)]
     return [gathered] * len(calls)
 
@@ -129,6 +129,7 @@ def all_gather_single(calls: Sequence[Call]) -> Results:
 def for_root(collective: Collective) -> Collective:
     """A collective whose results only the root gets."""
 
+    @functools.wraps(collective)
     def run(calls: Sequence[Call]) -> Results:
         return [
             values if rank == calls[0].root else [] for rank, values in enumerate(collective(calls))
@@ -143,18 +144,18 @@ gather_single = for_root(all_gather_single)
 
 
 def scatter(calls: Sequence[Call]) -> Results:
-    """For each rank its tensor of the root's."""
+    """Give each rank its tensor of the root's."""
     return [[piece.clone()] for piece in calls[calls[0].root].inputs]
 
 
 def reduce_scatter(calls: Sequence[Call]) -> Results:
-    """For each rank the reduction of its tensors on all ranks."""
+    """Reduce one tensor for each rank."""
     pieces = zip(*(call.inputs for call in calls), strict=True)
     return [[reduce_tensors(tensors, calls[0].reduction)] for tensors in pieces]
 
 
 def reduce_scatter_single(calls: Sequence[Call]) -> Results:
-    """For each tensor, each rank's share of the reduction."""
+    """Reduce tensors and give each rank its share."""
     totals = all_reduce(calls)[0]
     shares = [total.reshape(len(calls), total.numel() // len(calls)) for total in totals]
     return [[share[rank] for share in shares] for rank in range(len(calls))]

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from torch_commhook.process_group.base import ProcessGroup
+from torch_commhook.process_group.operations import by_position
 from torch_commhook.process_group.simulated import data
 from torch_commhook.process_group.simulated.data import (
     Call,
@@ -27,8 +28,20 @@ from torch_commhook.process_group.simulated.data import (
     text_of,
 )
 from torch_commhook.process_group.simulated.link import CoalescedWork, Link, SimulatedWork
+from torch_commhook.process_group.work import named
 
 Tensors = list[Tensor]
+
+
+def _collective(operation: str, run: data.Collective) -> Any:
+    """The method for a collective with a share of each rank on one side."""
+
+    def method(self: SimulatedProcessGroup, *arguments: Any, **keywords: Any) -> SimulatedWork:
+        arguments, keywords = by_position(operation, arguments, keywords)
+        return self._share(run, operation, *arguments, **keywords)
+
+    method.__doc__ = run.__doc__
+    return named(method, "SimulatedProcessGroup", operation)
 
 
 class SimulatedProcessGroup(ProcessGroup):
@@ -133,6 +146,39 @@ class SimulatedProcessGroup(ProcessGroup):
         call = Call(operation, None, inputs, outputs, root, key=key, text=text, reduction=reduction)
         return self._join(call, run)
 
+    def _share(
+        self,
+        run: data.Collective,
+        operation: str,
+        outputs: Any,
+        inputs: Any,
+        opts: Any = None,
+        timeout: Any = None,
+    ) -> SimulatedWork:
+        """Issue a collective with all ranks' shares on one side, of the root or of all ranks.
+
+        A ``_single`` has the shares in one tensor; other collectives have a tensor for each.
+        """
+        if operation.endswith("_single"):
+            outputs, inputs = [outputs], [inputs]
+        is_single = "_single" in operation
+        sides = {"inputs": inputs, "outputs": outputs}
+        small, large = sides if "gather" in operation else reversed(sides)
+        shares = tensors_of(operation, small, sides[small], count=None if is_single else 1)
+        has_root = operation in ("gather", "gather_single", "scatter")
+        root = root_of(operation, opts, self._size) if has_root else -1
+        whole: Tensors = []
+        if root in (-1, self._rank) and is_single:
+            whole = tensors_of(operation, large, sides[large], count=len(shares))
+            check_times(operation, large, whole, shares, self._size)
+        elif root in (-1, self._rank):
+            whole = tensors_of(operation, large, only_list(sides[large]), count=self._size)
+            check_like(operation, large, whole, shares[0])
+        sides = {small: shares, large: whole}
+        reduces = operation.startswith("reduce")
+        reduction = reduction_of(operation, opts, whole) if reduces else None
+        return self._issue(run, operation, **sides, reduction=reduction, root=root)
+
     def _join(self, call: Call, run: data.Collective) -> SimulatedWork:
         if self._is_shut_down:
             raise RuntimeError(f"{call.operation}: {self._link} has been destroyed")
@@ -180,47 +226,17 @@ class SimulatedProcessGroup(ProcessGroup):
         root = root_of("reduce", opts, self._size)
         return self._issue(data.reduce, "reduce", tensors, tensors, reduction=reduction, root=root)
 
-    def reduce_scatter(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
-    ) -> SimulatedWork:
-        """Reduce one tensor for each rank."""
-        operation = "reduce_scatter"
-        outputs = tensors_of(operation, "outputs", outputs, count=1)
-        inputs = tensors_of(operation, "inputs", only_list(inputs), count=self._size)
-        check_like(operation, "inputs", inputs, outputs[0])
-        reduction = reduction_of(operation, opts, inputs)
-        return self._issue(data.reduce_scatter, operation, inputs, outputs, reduction=reduction)
-
-    def reduce_scatter_single(
-        self, output: Any, input: Any, opts: Any = None, timeout: Any = None
-    ) -> SimulatedWork:
-        """Reduce a tensor and give each rank its share."""
-        return self._reduce_shares("reduce_scatter_single", [output], [input], opts)
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
-    ) -> SimulatedWork:
-        """The same for several tensors."""
-        return self._reduce_shares("reduce_scatter_single_coalesced", outputs, inputs, opts)
-
-    def _reduce_shares(self, operation: str, outputs: Any, inputs: Any, opts: Any) -> SimulatedWork:
-        outputs = tensors_of(operation, "outputs", outputs)
-        inputs = tensors_of(operation, "inputs", inputs, count=len(outputs))
-        check_times(operation, "inputs", inputs, outputs, self._size)
-        reduction = reduction_of(operation, opts, inputs)
-        run = data.reduce_scatter_single
-        return self._issue(run, operation, inputs, outputs, reduction=reduction)
+    reduce_scatter = _collective("reduce_scatter", data.reduce_scatter)
+    reduce_scatter_single = _collective("reduce_scatter_single", data.reduce_scatter_single)
+    reduce_scatter_single_coalesced = _collective(
+        "reduce_scatter_single_coalesced", data.reduce_scatter_single
+    )
 
     # ---- from all ranks to all -------------------------------------------------------------------
 
-    def allgather(  # type: ignore[override]
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
-    ) -> SimulatedWork:
-        """Give each rank the tensors of all ranks."""
-        inputs = tensors_of("allgather", "inputs", inputs, count=1)
-        outputs = tensors_of("allgather", "outputs", only_list(outputs), count=self._size)
-        check_like("allgather", "outputs", outputs, inputs[0])
-        return self._issue(data.all_gather, "allgather", inputs, outputs)
+    allgather = _collective("allgather", data.all_gather)
+    all_gather_single = _collective("all_gather_single", data.all_gather_single)
+    all_gather_single_coalesced = _collective("all_gather_single_coalesced", data.all_gather_single)
 
     def allgather_coalesced(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
@@ -242,24 +258,6 @@ class SimulatedProcessGroup(ProcessGroup):
                 check_like(operation, "outputs", [tensor], inputs[i])
         flat = [tensor for tensors in lists for tensor in tensors]
         return self._issue(data.all_gather, operation, inputs, flat)
-
-    def all_gather_single(
-        self, output: Any, input: Any, opts: Any = None, timeout: Any = None
-    ) -> SimulatedWork:
-        """Give each rank the tensors of all ranks in one tensor."""
-        return self._gather_in_one("all_gather_single", [output], [input])
-
-    def all_gather_single_coalesced(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
-    ) -> SimulatedWork:
-        """The same for several tensors."""
-        return self._gather_in_one("all_gather_single_coalesced", outputs, inputs)
-
-    def _gather_in_one(self, operation: str, outputs: Any, inputs: Any) -> SimulatedWork:
-        inputs = tensors_of(operation, "inputs", inputs)
-        outputs = tensors_of(operation, "outputs", outputs, count=len(inputs))
-        check_times(operation, "outputs", outputs, inputs, self._size)
-        return self._issue(data.all_gather_single, operation, inputs, outputs)
 
     def alltoall(  # type: ignore[override]
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
@@ -338,42 +336,9 @@ class SimulatedProcessGroup(ProcessGroup):
         root = root_of("broadcast", opts, self._size)
         return self._issue(data.broadcast, "broadcast", tensors, tensors, root=root)
 
-    def gather(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
-    ) -> SimulatedWork:
-        """Give the root the tensors of all ranks."""
-        inputs = tensors_of("gather", "inputs", inputs, count=1)
-        root = root_of("gather", opts, self._size)
-        given: Tensors = []
-        if self._rank == root:
-            given = tensors_of("gather", "outputs", only_list(outputs), count=self._size)
-            check_like("gather", "outputs", given, inputs[0])
-        return self._issue(data.gather, "gather", inputs, given, root=root)
-
-    def gather_single(
-        self, output: Any, input: Any, opts: Any = None, timeout: Any = None
-    ) -> SimulatedWork:
-        """Give the root the tensors of all ranks in one tensor."""
-        operation = "gather_single"
-        inputs = tensors_of(operation, "input", input, count=1)
-        root = root_of(operation, opts, self._size)
-        outputs: Tensors = []
-        if self._rank == root:
-            outputs = tensors_of(operation, "output", output, count=1)
-            check_times(operation, "output", outputs, inputs, self._size)
-        return self._issue(data.gather_single, operation, inputs, outputs, root=root)
-
-    def scatter(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
-    ) -> SimulatedWork:
-        """Give each rank its tensor of the root's."""
-        outputs = tensors_of("scatter", "outputs", outputs, count=1)
-        root = root_of("scatter", opts, self._size)
-        given: Tensors = []
-        if self._rank == root:
-            given = tensors_of("scatter", "inputs", only_list(inputs), count=self._size)
-            check_like("scatter", "inputs", given, outputs[0])
-        return self._issue(data.scatter, "scatter", given, outputs, root=root)
+    gather = _collective("gather", data.gather)
+    gather_single = _collective("gather_single", data.gather_single)
+    scatter = _collective("scatter", data.scatter)
 
     # ---- messages --------------------------------------------------------------------------------
 
