@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -15,8 +15,7 @@ from torch_commhook import _C
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.futures import then
 from torch_commhook.metrics import tensor_bytes
-from torch_commhook.native.bucket_ops import BUCKET_DTYPES
-from torch_commhook.process_group.operations import ALL_GATHERS, REDUCE_SCATTERS
+from torch_commhook.process_group.operations import ALL_GATHERS, REDUCE_SCATTERS, mapped
 
 #: Reductions that may be compressed, with the class of their options.
 SUMS: dict[str, Any] = {
@@ -72,36 +71,38 @@ def as_sum(options: Any) -> Any:
 
 
 def parts_of(
-    outputs: Sequence[Tensor], inputs: Any, ranks: int, rank: int, *, in_lists: bool
+    many: Any, few: Sequence[Tensor], ranks: int, rank: int, *, in_lists: bool
 ) -> list[list[Tensor]] | None:
-    """For each rank, the tensors that a reduce-scatter sums for it.
+    """For each rank, its tensors among those of all ranks; None if they do not fit this rank's.
 
     Args:
-        outputs: this rank's outputs.
-        inputs: for each output a tensor of all ranks' shares, or a list of these.
+        many: for each of ``few``, a tensor of all ranks' shares or a list of these.
+        few: this rank's tensors.
         ranks: the number of ranks.
         rank: this rank.
-        in_lists: whether the inputs are lists.
-
-    Returns:
-        The tensors, or None if the inputs do not fit the outputs.
+        in_lists: whether ``many`` are lists.
     """
-    if len(inputs) != len(outputs):
+    if len(many) != len(few):
         return None
-    shares: list[Any] = list(inputs)
     if not in_lists:
-        for each, output in zip(inputs, outputs, strict=True):
-            if each.numel() != ranks * output.numel():
-                return None
-        shares = [_rows(each, ranks) for each in inputs]
-    for some, output in zip(shares, outputs, strict=True):
-        if len(some) != ranks or some[rank].numel() != output.numel():
+        if any(each.numel() % ranks for each in many):
             return None
-    return [list(of_rank) for of_rank in zip(*shares, strict=True)]
+        many = [each.detach().view(ranks, each.numel() // ranks).unbind() for each in many]
+    if any(len(some) != ranks for some in many):
+        return None
+    parts = [list(of_rank) for of_rank in zip(*many, strict=True)]
+    fits = [each.numel() for each in parts[rank]] == [each.numel() for each in few]
+    return parts if fits else None
 
 
-def _rows(tensor: Tensor, ranks: int) -> tuple[Tensor, ...]:
-    return tensor.detach().view(ranks, -1).unbind()
+def flattened(values: Any, *, in_lists: bool) -> list[Any]:
+    """The tensors of lists, or of one list; none if they do not have this form."""
+    lists = values if in_lists else [values]
+    if not isinstance(lists, (list, tuple)):
+        return []
+    if not all(isinstance(some, (list, tuple)) for some in lists):
+        return []
+    return [each for some in lists for each in some]
 
 
 class Reduction(NamedTuple):
@@ -176,41 +177,6 @@ def _listed(values: Any) -> list[Any]:
     if isinstance(values, (list, tuple)):
         return [each for value in values for each in _listed(value)]
     return [values]
-
-
-def mapped(values: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(values, (list, tuple)):
-        return [mapped(value, function) for value in values]
-    return function(values)
-
-
-def places_of(
-    operation: str, outputs: Any, inputs: int, ranks: int
-) -> list[tuple[Tensor, ...]] | None:
-    """For each rank the positions of its tensors; None if their numbers differ."""
-    if not isinstance(outputs, (list, tuple)):
-        return None
-    in_lists = operation.startswith("allgather")
-    if in_lists and not all(isinstance(some, (list, tuple)) for some in outputs):
-        return None
-    if operation == "allgather_coalesced":
-        fits = len(outputs) == ranks and all(len(some) == inputs for some in outputs)
-        return [tuple(some) for some in outputs] if fits else None
-    if len(outputs) != inputs:
-        return None
-    if not in_lists:
-        if not is_large(outputs, 0, BUCKET_DTYPES):
-            return None
-        if any(output.numel() % ranks for output in outputs):
-            return None
-        outputs = [_rows(output, ranks) for output in outputs]
-    if any(len(some) != ranks for some in outputs):
-        return None
-    return list(zip(*outputs, strict=True))
-
-
-def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def all_reduce_bytes(codec: Codec, numel: int, ranks: int) -> float:

@@ -39,20 +39,18 @@ from torch_commhook.process_group.codec_calls import (
     Reduction,
     all_reduce_bytes,
     as_sum,
-    at_least_float32,
     bytes_of,
+    flattened,
     is_large,
-    mapped,
     options_of,
     parts_of,
-    places_of,
     reduction_of,
     timeout_of,
     times,
     without_premultiplier,
     work_of,
 )
-from torch_commhook.process_group.operations import describe
+from torch_commhook.process_group.operations import describe, mapped
 from torch_commhook.process_group.work import FollowedWork
 from torch_commhook.process_group.wrapper import BINDINGS, WrapperProcessGroup
 from torch_commhook.wording import check_type
@@ -256,16 +254,12 @@ class CompressedProcessGroup(WrapperProcessGroup):
         if operation == "reduce_scatter_single":
             outputs, inputs = [outputs], [inputs]
         in_lists = operation == "reduce_scatter"
-        if not isinstance(outputs, (list, tuple)) or not isinstance(inputs, (list, tuple)):
-            return None
-        if in_lists and not all(isinstance(some, (list, tuple)) for some in inputs):
-            return None
-        flat = [each for some in inputs for each in some] if in_lists else list(inputs)
+        flat = flattened(inputs, in_lists=in_lists)
         if not is_large(flat, self.min_numel, self._summed_dtypes):
             return None
         if not is_large(outputs, 0, self._summed_dtypes) or outputs[0].device != flat[0].device:
             return None
-        parts = parts_of(outputs, inputs, ranks, self.rank(), in_lists=in_lists)
+        parts = parts_of(inputs, outputs, ranks, self.rank(), in_lists=in_lists)
         if parts is None:
             return None
         if not isinstance(codec, Codec):
@@ -304,8 +298,8 @@ class CompressedProcessGroup(WrapperProcessGroup):
             return list(tensors)
         # Only this rank's own terms: other ranks may have other factors.
         return [
-            times(tensor, reduction.premultiplier, at_least_float32(tensor.dtype))
-            for tensor in tensors
+            times(each, reduction.premultiplier, torch.promote_types(each.dtype, torch.float32))
+            for each in tensors
         ]
 
     # ---- sums in 16 bits -------------------------------------------------------------------------
@@ -386,10 +380,8 @@ class CompressedProcessGroup(WrapperProcessGroup):
         factor = self._factor(options)
         results = [torch.empty_like(output, dtype=dtype) for output in outputs]
         sent = mapped(inputs, lambda x: self._rounded([x], dtype=dtype).view_as(x))
-        if operation == "reduce_scatter_single":
-            work = self._call(operation, results[0], sent[0], as_sum(options))
-        else:
-            work = self._call(operation, results, sent, as_sum(options))
+        given = (results[0], sent[0]) if operation == "reduce_scatter_single" else (results, sent)
+        work = self._call(operation, *given, as_sum(options))
 
         def write_back() -> list[Tensor]:
             with torch.no_grad():
@@ -410,8 +402,7 @@ class CompressedProcessGroup(WrapperProcessGroup):
     def _call(self, operation: str, *arguments: Any) -> Any:
         """The Work of the parent's operation."""
         call = describe(operation, arguments, {})
-        if call is not None:
-            note_collective(call.bytes_sent(self.rank(), self.size()))
+        note_collective(call.bytes_sent(self.rank(), self.size()))
         return _C.as_work(getattr(self.parent, BINDINGS[operation])(*arguments))
 
     # ---- all-gathers -----------------------------------------------------------------------------
@@ -425,20 +416,22 @@ class CompressedProcessGroup(WrapperProcessGroup):
             outputs, inputs = [outputs], [inputs]
         if not is_large(inputs, 0, BUCKET_DTYPES):
             return None
-        by_rank = places_of(operation, outputs, len(inputs), ranks)
-        if by_rank is None:
+        in_lists = operation.startswith("allgather")
+        flat = flattened(outputs, in_lists=in_lists)
+        if not is_large(flat, self.min_numel, BUCKET_DTYPES) or flat[0].device != inputs[0].device:
             return None
-        places = [tensor for part in by_rank for tensor in part]
-        if not is_large(places, self.min_numel, BUCKET_DTYPES):
+        if operation == "allgather_coalesced":  # from a list for each rank to one for each input
+            if any(len(some) != len(inputs) for some in outputs):
+                return None
+            outputs = list(zip(*outputs, strict=True))
+        parts = parts_of(outputs, inputs, ranks, rank, in_lists=in_lists)
+        if parts is None:
             return None
-        if places[0].device != inputs[0].device:
-            return None
-        if [each.numel() for each in by_rank[rank]] != [each.numel() for each in inputs]:
-            return None
+        places = [tensor for part in parts for tensor in part]
         dtypes = [each.dtype for each in inputs]
-        if any([each.dtype for each in part] != dtypes for part in by_rank):
+        if any([each.dtype for each in part] != dtypes for part in parts):
             return None
-        sizes = [sum(tensor.numel() for tensor in part) for part in by_rank]
+        sizes = [sum(tensor.numel() for tensor in part) for part in parts]
         longest = max(part.nbytes for part in codec.chunks(sizes))
         if ranks == 1 or longest * ranks >= bytes_of(places):
             return None

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torch_commhook import _C
 from torch_commhook.collectives.gloo_groups import group_rank, group_timeout
-from torch_commhook.process_group.operations import OPERATIONS, Call, describe
+from torch_commhook.process_group.operations import OPERATIONS, Call, describe, mapped
 from torch_commhook.process_group.work import FollowedWork, Timers, Work
 from torch_commhook.process_group.wrapper import WrapperProcessGroup
 from torch_commhook.wording import check_type
@@ -389,13 +389,12 @@ class FaultyProcessGroup(WrapperProcessGroup):
                 return self._hang(fault, operation, arguments, keywords)
             elif isinstance(fault, Corrupt):
                 corruptions.append(fault)
-        if call is not None:
-            for fault in corruptions:
-                if fault.of == "input":
-                    arguments = self._corrupt_input(fault, call, arguments)
+        for fault in corruptions:
+            if fault.of == "input":
+                arguments = self._corrupt_input(fault, call, arguments)
         work = super().run_collective(operation, arguments, keywords)
         after = [fault for fault in corruptions if fault.of == "output"]
-        if call is None or not after or not call.outputs:
+        if not after or not call.outputs:
             return work
         work = _C.as_work(work)
 
@@ -442,7 +441,7 @@ class FaultyProcessGroup(WrapperProcessGroup):
             return arguments
         copy = tensor.clone()
         self._corrupt(fault, copy)
-        return tuple(_replaced(value, tensor, copy) for value in arguments)
+        return tuple(mapped(arguments, lambda value: copy if value is tensor else value))
 
     def _corrupt(self, fault: Corrupt, tensor: Tensor) -> None:
         if tensor.layout is torch.sparse_coo:
@@ -568,11 +567,3 @@ class _Rule:
             return False
         self._happened += 1
         return True
-
-
-def _replaced(value: Any, tensor: Tensor, other: Tensor) -> Any:
-    if value is tensor:
-        return other
-    if isinstance(value, (list, tuple)):
-        return type(value)(_replaced(each, tensor, other) for each in value)
-    return value

@@ -18,19 +18,23 @@ from torch_commhook.metrics import ring_all_reduce_bytes, tensor_bytes
 # ---- arguments of a process group's methods: tensors, root, and the bytes that they send ---------
 
 
-#: The operation of a hook's call: the names and values of torch 2.15.
-_HookOpName: Any = enum.Enum(
-    "HookOpName",
-    "SEND RECV BROADCAST ALLREDUCE REDUCE ALLGATHER REDUCE_SCATTER ALLTOALL BARRIER SCATTER GATHER "
-    "SPLIT NEW_WINDOW ALLREDUCE_COALESCED ALLGATHER_BASE ALLGATHER_COALESCED "
-    "ALLGATHER_INTO_TENSOR_COALESCED REDUCE_SCATTER_BASE REDUCE_SCATTER_TENSOR_COALESCED "
-    "ALLTOALL_BASE UNKNOWN",
-    start=0,
-)
-#: PyTorch's own if it has all of them, so that one hook serves its groups and ours.
-HookOpName: Any = getattr(c10d, "HookOpName", _HookOpName)
-if not hasattr(HookOpName, "ALLTOALL_BASE"):
-    HookOpName = _HookOpName
+def _hook_op_name() -> Any:
+    """PyTorch's enumeration if it has all names, else one with the names and values of 2.15."""
+    own = getattr(c10d, "HookOpName", None)
+    if hasattr(own, "ALLTOALL_BASE"):
+        return own
+    names = (
+        "SEND RECV BROADCAST ALLREDUCE REDUCE ALLGATHER REDUCE_SCATTER ALLTOALL BARRIER SCATTER "
+        "GATHER SPLIT NEW_WINDOW ALLREDUCE_COALESCED ALLGATHER_BASE ALLGATHER_COALESCED "
+        "ALLGATHER_INTO_TENSOR_COALESCED REDUCE_SCATTER_BASE REDUCE_SCATTER_TENSOR_COALESCED "
+        "ALLTOALL_BASE UNKNOWN"
+    )
+    return enum.Enum("HookOpName", names, start=0)
+
+
+#: The operation of a hook's call. PyTorch's own if possible, so that one hook serves its groups and
+#: ours.
+HookOpName: Any = _hook_op_name()
 
 
 @dataclass(frozen=True)
@@ -157,18 +161,15 @@ def by_position(
     return arguments, left
 
 
-def describe(operation: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Call | None:
-    """Describe a call of a group's method; None if it does not communicate.
+def describe(operation: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Call:
+    """Describe a call of a group's method.
 
     Args:
-        operation: the method's newest name.
+        operation: the method's newest name, one of ``OPERATIONS``.
         arguments: its arguments, without the group.
         keywords: its keyword arguments.
     """
-    signature = _SIGNATURES.get(operation)
-    if signature is None:
-        return None
-    name, read, written, _ = signature
+    name, read, written, _ = _SIGNATURES[operation]
     arguments, keywords = by_position(operation, tuple(arguments), keywords)
     values = (*arguments, *keywords.values())
     inputs = [] if read is None else _tensors(values[read : read + 1])
@@ -182,15 +183,8 @@ def describe(operation: str, arguments: Sequence[Any], keywords: Mapping[str, An
             root = values[1]
     elif operation == "all_to_all_single" and len(values) > 3:
         splits = values[3]
-    return Call(
-        operation,
-        getattr(HookOpName, name),
-        inputs,
-        outputs,
-        root,
-        getattr(options, "asyncOp", True),
-        splits,
-    )
+    async_op = getattr(options, "asyncOp", True)
+    return Call(operation, getattr(HookOpName, name), inputs, outputs, root, async_op, splits)
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -199,6 +193,13 @@ def _tensors(values: Any) -> list[Tensor]:
     if isinstance(values, (list, tuple)):
         return [tensor for value in values for tensor in _tensors(value)]
     return []
+
+
+def mapped(values: Any, function: Callable[[Any], Any]) -> Any:
+    """The values of ``function`` for all values in lists of lists."""
+    if isinstance(values, (list, tuple)):
+        return [mapped(value, function) for value in values]
+    return function(values)
 
 
 # ---- bytes on the wire: the minimum that a rank must send ----------------------------------------

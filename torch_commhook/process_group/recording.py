@@ -304,8 +304,6 @@ class RecordingProcessGroup(WrapperProcessGroup):
         self, operation: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
         call = describe(operation, arguments, keywords)
-        if call is None:
-            return super().run_collective(operation, arguments, keywords)
         record = self._begin(call)
         try:
             work = super().run_collective(operation, arguments, keywords)
@@ -322,16 +320,8 @@ class RecordingProcessGroup(WrapperProcessGroup):
         note_recorded(sent)
         with self._lock:
             counters = self._counters.setdefault(call.operation, Counters())
-            record = Record(
-                call.operation,
-                self._issued,
-                call.sizes,
-                call.dtype,
-                call.nbytes,
-                sent,
-                _C.steady_seconds(),
-                _counters=counters,
-            )
+            about = (call.operation, self._issued, call.sizes, call.dtype, call.nbytes, sent)
+            record = Record(*about, _C.steady_seconds(), _counters=counters)
             self._issued += 1
             self._records.append(record)
             if len(self._records) >= 2 * self._limit:
@@ -349,11 +339,6 @@ class RecordingProcessGroup(WrapperProcessGroup):
             counters.errors += error is not None
             counters.seconds += end - record.start
 
-    def _add_blocked(self, record: Record, seconds: float) -> None:
-        with self._lock:
-            record.blocked += seconds
-            record._counters.blocked += seconds
-
 
 class _RecordedWork(WrapperWork):
     """Measures how long threads wait for it."""
@@ -367,7 +352,10 @@ class _RecordedWork(WrapperWork):
         try:
             return bool(self.work.wait(*timeout))
         finally:
-            self._group._add_blocked(self._record, _C.steady_seconds() - start)
+            seconds = _C.steady_seconds() - start
+            with self._group._lock:
+                self._record.blocked += seconds
+                self._record._counters.blocked += seconds
 
 
 #: The titles of :func:`_cells`.
