@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -32,18 +32,13 @@ _OTHERS = (
 )
 
 
-def _bindings() -> dict[str, str]:
-    """The name of each method in the installed torch: the newest name that it knows."""
-    known: dict[str, str] = {}
-    for names in _C.process_group_methods().values():
-        for name in names:
-            if hasattr(dist.ProcessGroup, name):
-                known.setdefault(names[0], name)
-    return known
-
-
-#: The name of each method in the installed torch.
-BINDINGS = _bindings()
+#: The name of each method in the installed torch: the newest name that it knows.
+BINDINGS = {
+    names[0]: name
+    for names in _C.process_group_methods().values()
+    for name in reversed(names)
+    if hasattr(dist.ProcessGroup, name)
+}
 
 
 class WrapperProcessGroup(ProcessGroup):
@@ -135,12 +130,8 @@ class WrapperProcessGroup(ProcessGroup):
 
     def _issue(self, operation: str, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
         """Start a collective by ``call()``, inside the context, and wrap its Work."""
-        around = self.context(operation, arguments)
-        if around is None:
+        with self.context(operation, arguments) or nullcontext():
             work = call()
-        else:
-            with around:
-                work = call()
         return self.wrap_work(operation, arguments, work)
 
     # Methods that torch.distributed calls beside those that C++ calls.
