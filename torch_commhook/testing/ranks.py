@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _set_thread_isolation_mode  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d
 
-from torch_commhook._C import type_name
 from torch_commhook.process_group.simulated import SimulatedProcessGroup
 from torch_commhook.process_group.simulated.link import Links
 from torch_commhook.process_group.simulated.scheduler import (
@@ -24,6 +23,7 @@ from torch_commhook.process_group.simulated.scheduler import (
     Scheduler,
     current_rank,
 )
+from torch_commhook.wording import check_type
 
 # ---- a store for threads as ranks: a rank that waits for a key lets the others run ---------------
 
@@ -316,30 +316,24 @@ def run_with_links(
     if not _one_run.acquire(blocking=False):
         raise RuntimeError("run_ranks: another thread is running run_ranks; wait until it ends")
     try:
-        return _run(fn, world_size, seed, timeout)
+        scheduler = Scheduler(world_size, seed, timeout)
+        links = Links(scheduler)
+        store = SimulatedStore(scheduler)
+
+        def run_rank(rank: int) -> Result:
+            # Backward of CUDA tensors stays on the rank's own thread, too.
+            with (
+                torch.autograd.set_multithreading_enabled(False),
+                world_of(links, store, rank, world_size),
+            ):
+                return fn(rank, links)
+
+        with worlds_of_ranks(scheduler.threads):
+            scheduler.run(run_rank)
+        _raise_failure(scheduler)
+        return [rank.result for rank in scheduler.ranks], links
     finally:
         _one_run.release()
-
-
-def _run(
-    fn: Callable[[int, Links], Result], world_size: int, seed: int, timeout: float
-) -> tuple[list[Result], Links]:
-    scheduler = Scheduler(world_size, seed, timeout)
-    links = Links(scheduler)
-    store = SimulatedStore(scheduler)
-
-    def run_rank(rank: int) -> Result:
-        # Backward of CUDA tensors stays on the rank's own thread, too.
-        with (
-            torch.autograd.set_multithreading_enabled(False),
-            world_of(links, store, rank, world_size),
-        ):
-            return fn(rank, links)
-
-    with worlds_of_ranks(scheduler.threads):
-        scheduler.run(run_rank)
-    _raise_failure(scheduler)
-    return [rank.result for rank in scheduler.ranks], links
 
 
 def _raise_failure(scheduler: Scheduler) -> None:
@@ -364,11 +358,9 @@ def _raise_failure(scheduler: Scheduler) -> None:
 
 
 def _check_arguments(fn: object, world_size: object, seed: object, timeout: object) -> None:
-    if not callable(fn):
-        raise TypeError(f"run_ranks: fn must be callable, got {type_name(fn)}")
+    check_type("run_ranks: fn", fn, "callable", Callable)
     for name, value in (("world_size", world_size), ("seed", seed)):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"run_ranks: {name} must be an int, got {type_name(value)}")
+        check_type(f"run_ranks: {name}", value, "an int", int)
     if world_size < 1:  # type: ignore[operator]
         raise ValueError(f"run_ranks: world_size must be at least 1, got {world_size}")
     check_timeout("run_ranks", timeout)
