@@ -345,7 +345,19 @@ class CompressedProcessGroup(WrapperProcessGroup):
         ranks, factor = self.size(), self._factor(options)
         sizes = [sum(tensor.numel() for tensor in part) for part in parts]
         if ranks < LEAST_RANKS or not any(sizes):
-            return self._scatter_by_parent(dtype, operation, outputs, inputs, options)
+            results = [torch.empty_like(output, dtype=dtype) for output in outputs]
+            sent = mapped(inputs, lambda x: self._rounded([x], dtype=dtype).view_as(x))
+            is_single = operation == "reduce_scatter_single"
+            given = (results[0], sent[0]) if is_single else (results, sent)
+            work = self._call(operation, *given, as_sum(options))
+
+            def write_results() -> list[Tensor]:
+                with torch.no_grad():
+                    for result, output in zip(results, outputs, strict=True):
+                        unflatten_into(result, [output], scale=factor)
+                return list(outputs)
+
+            return FollowedWork(work, write_results)
         own = sizes[self.rank()]
         wire = self._rounded([tensor for part in parts for tensor in part], dtype=dtype)
         shards = wire.new_empty(ranks, own)
@@ -368,28 +380,6 @@ class CompressedProcessGroup(WrapperProcessGroup):
             return list(outputs)
 
         return FollowedWork(_C.as_work(received), write_back)
-
-    def _scatter_by_parent(
-        self,
-        dtype: torch.dtype,
-        operation: str,
-        outputs: Sequence[Tensor],
-        inputs: Sequence[Any],
-        options: Any,
-    ) -> Any:
-        factor = self._factor(options)
-        results = [torch.empty_like(output, dtype=dtype) for output in outputs]
-        sent = mapped(inputs, lambda x: self._rounded([x], dtype=dtype).view_as(x))
-        given = (results[0], sent[0]) if operation == "reduce_scatter_single" else (results, sent)
-        work = self._call(operation, *given, as_sum(options))
-
-        def write_back() -> list[Tensor]:
-            with torch.no_grad():
-                for result, output in zip(results, outputs, strict=True):
-                    unflatten_into(result, [output], scale=factor)
-            return list(outputs)
-
-        return FollowedWork(work, write_back)
 
     def _rounded(self, tensors: Sequence[Tensor], **to: Any) -> Tensor:
         with torch.no_grad():

@@ -82,53 +82,44 @@ class Call:
         return 0 if count is None or world_size == 1 else count(self, rank, world_size)
 
 
-#: By operation: its hook name, the positions of inputs and outputs among the arguments, and the
-#: names of its parameters in PyTorch's bindings, in order.
-_SIGNATURES: dict[str, tuple[str, int | None, int | None, str]] = {
-    "allgather": ("ALLGATHER", 1, 0, "output_tensors input_tensors|input_tensor opts|timeout"),
-    "all_gather_single": ("ALLGATHER_BASE", 1, 0, "output input opts"),
-    "all_gather_single_coalesced": ("ALLGATHER_INTO_TENSOR_COALESCED", 1, 0, "outputs inputs opts"),
-    "allgather_coalesced": ("ALLGATHER_COALESCED", 1, 0, "output_lists input_list opts"),
-    "allreduce": ("ALLREDUCE", 0, 0, "tensors|tensor opts|op timeout"),
-    "allreduce_coalesced": ("ALLREDUCE_COALESCED", 0, 0, "tensors opts"),
+#: By operation: its hook name, and the names of its parameters in PyTorch's bindings, in order.
+_SIGNATURES: dict[str, tuple[str, str]] = {
+    "allgather": ("ALLGATHER", "output_tensors input_tensors|input_tensor opts|timeout"),
+    "all_gather_single": ("ALLGATHER_BASE", "output input opts"),
+    "all_gather_single_coalesced": ("ALLGATHER_INTO_TENSOR_COALESCED", "outputs inputs opts"),
+    "allgather_coalesced": ("ALLGATHER_COALESCED", "output_lists input_list opts"),
+    "allreduce": ("ALLREDUCE", "tensors|tensor opts|op timeout"),
+    "allreduce_coalesced": ("ALLREDUCE_COALESCED", "tensors opts"),
     "all_to_all_single": (
         "ALLTOALL_BASE",
-        1,
-        0,
         "output input output_split_sizes input_split_sizes opts|timeout",
     ),
-    "alltoall": ("ALLTOALL", 1, 0, "output_tensors input_tensors opts"),
-    "barrier": ("BARRIER", None, None, "opts|timeout"),
-    "broadcast": ("BROADCAST", 0, 0, "tensors|tensor opts|root timeout"),
-    "end_coalescing": ("UNKNOWN", None, None, "device_type"),
-    "gather": ("GATHER", 1, 0, "output_tensors input_tensors|input_tensor opts|root timeout"),
-    "gather_single": ("GATHER", 1, 0, "output input opts"),
-    "monitored_barrier": ("BARRIER", None, None, "timeout wait_all_ranks"),
-    "new_window": ("NEW_WINDOW", 0, None, "tensor"),
-    "recv": ("RECV", None, 0, "tensors srcRank tag"),
-    "recv_anysource": ("RECV", None, 0, ""),
-    "reduce": ("REDUCE", 0, 0, "tensors|tensor opts|root op timeout"),
+    "alltoall": ("ALLTOALL", "output_tensors input_tensors opts"),
+    "barrier": ("BARRIER", "opts|timeout"),
+    "broadcast": ("BROADCAST", "tensors|tensor opts|root timeout"),
+    "end_coalescing": ("UNKNOWN", "device_type"),
+    "gather": ("GATHER", "output_tensors input_tensors|input_tensor opts|root timeout"),
+    "gather_single": ("GATHER", "output input opts"),
+    "monitored_barrier": ("BARRIER", "timeout wait_all_ranks"),
+    "new_window": ("NEW_WINDOW", "tensor"),
+    "recv": ("RECV", "tensors srcRank tag"),
+    "recv_anysource": ("RECV", ""),
+    "reduce": ("REDUCE", "tensors|tensor opts|root op timeout"),
     "reduce_scatter": (
         "REDUCE_SCATTER",
-        1,
-        0,
         "output_tensors|output input_tensors|input opts|op timeout",
     ),
     "reduce_scatter_single": (
         "REDUCE_SCATTER_BASE",
-        1,
-        0,
         "outputTensor|output inputTensor|input opts",
     ),
     "reduce_scatter_single_coalesced": (
         "REDUCE_SCATTER_TENSOR_COALESCED",
-        1,
-        0,
         "outputs inputs opts",
     ),
-    "scatter": ("SCATTER", 1, 0, "output_tensors|output_tensor input_tensors opts|root timeout"),
-    "send": ("SEND", 0, None, "tensors dstRank tag"),
-    "split_group": ("SPLIT", None, None, ""),
+    "scatter": ("SCATTER", "output_tensors|output_tensor input_tensors opts|root timeout"),
+    "send": ("SEND", "tensors dstRank tag"),
+    "split_group": ("SPLIT", ""),
 }
 #: All methods with hooks, by their newest names.
 OPERATIONS = frozenset(_SIGNATURES)
@@ -153,7 +144,7 @@ def by_position(
     """A call with its keywords in their positions, as far as these are consecutive."""
     left = dict(keywords)
     if left:
-        for names in _SIGNATURES[operation][3].split()[len(arguments) :]:
+        for names in _SIGNATURES[operation][1].split()[len(arguments) :]:
             name = next((each for each in names.split("|") if each in left), None)
             if name is None:
                 break
@@ -169,13 +160,16 @@ def describe(operation: str, arguments: Sequence[Any], keywords: Mapping[str, An
         arguments: its arguments, without the group.
         keywords: its keyword arguments.
     """
-    name, read, written, _ = _SIGNATURES[operation]
+    name, parameters = _SIGNATURES[operation]
     arguments, keywords = by_position(operation, tuple(arguments), keywords)
     values = (*arguments, *keywords.values())
-    inputs = [] if read is None else _tensors(values[read : read + 1])
-    outputs = inputs if written == read else []
-    if written is not None and written != read:
-        outputs = _tensors(values[written : written + 1])
+    outputs = inputs = _tensors(values[:1])  # in place, or no tensors
+    if parameters.startswith("output"):
+        inputs = _tensors(values[1:2])
+    elif operation in _RECEIVES:
+        inputs = []
+    elif operation in ("send", "new_window"):
+        outputs = []
     options = next((value for value in values if hasattr(value, "timeout")), None)
     root, splits = getattr(options, "rootRank", -1), ()
     if operation in ("send", "recv", "broadcast", "reduce") and len(values) > 1:

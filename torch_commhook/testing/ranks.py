@@ -303,7 +303,12 @@ def run_ranks(
         >>> run_ranks(total, 8)
         [28.0, 28.0, 28.0, 28.0, 28.0, 28.0, 28.0, 28.0]
     """
-    _check_arguments(fn, world_size, seed, timeout)
+    check_type("run_ranks: fn", fn, "callable", Callable)
+    for name, value in (("world_size", world_size), ("seed", seed)):
+        check_type(f"run_ranks: {name}", value, "an int", int)
+    if world_size < 1:
+        raise ValueError(f"run_ranks: world_size must be at least 1, got {world_size}")
+    check_timeout("run_ranks", timeout)
     return run_with_links(lambda rank, _: fn(rank, *args), world_size, seed, timeout)[0]
 
 
@@ -355,15 +360,6 @@ def _raise_failure(scheduler: Scheduler) -> None:
         elif type(error) is type(failure) and error.args == failure.args:
             raise error  # with the traceback of the rank
     raise failure
-
-
-def _check_arguments(fn: object, world_size: object, seed: object, timeout: object) -> None:
-    check_type("run_ranks: fn", fn, "callable", Callable)
-    for name, value in (("world_size", world_size), ("seed", seed)):
-        check_type(f"run_ranks: {name}", value, "an int", int)
-    if world_size < 1:  # type: ignore[operator]
-        raise ValueError(f"run_ranks: world_size must be at least 1, got {world_size}")
-    check_timeout("run_ranks", timeout)
 
 
 def check_timeout(function: str, timeout: object) -> None:

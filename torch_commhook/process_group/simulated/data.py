@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_commhook._C import type_name
 from torch_commhook.process_group import operations
+from torch_commhook.wording import check_type
 
 # ---- the results of simulated collectives --------------------------------------------------------
 #
@@ -172,11 +172,6 @@ def all_to_all_single(calls: Sequence[Call]) -> Results:
     return [[_cat([of_one[rank] for of_one in pieces])] for rank in range(len(calls))]
 
 
-def barrier(calls: Sequence[Call]) -> Results:
-    """Nothing, for all ranks."""
-    return [[] for _ in calls]
-
-
 def _cat(tensors: Sequence[Tensor]) -> Tensor:
     device = tensors[0].device
     return torch.cat([tensor.reshape(-1).to(device) for tensor in tensors])
@@ -217,18 +212,11 @@ class Call(operations.Call):
 def tensors_of(
     operation: str, name: str, value: Any, *, count: int | None = None, sparse: bool = False
 ) -> list[Tensor]:
-    """The tensors of an argument; a single tensor counts as a list of one.
-
-    Raises:
-        TypeError: a value is not a tensor, or a tensor is sparse.
-        ValueError: there are more or fewer tensors.
-    """
+    """The tensors of an argument; a single tensor counts as a list of one."""
     tensors = [value] if isinstance(value, Tensor) else value
-    if not isinstance(tensors, (list, tuple)):
-        raise TypeError(f"{operation}: {name} must be a list of tensors, got {type_name(value)}")
+    check_type(f"{operation}: {name}", tensors, "a list of tensors", list, tuple)
     for tensor in tensors:
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{operation}: {name} must be tensors, got {type_name(tensor)}")
+        check_type(f"{operation}: {name}", tensor, "tensors", Tensor)
         if tensor.layout is not torch.strided and not (
             sparse and tensor.layout is torch.sparse_coo
         ):
@@ -270,15 +258,10 @@ def check_times(
 
 
 def reduction_of(operation: str, opts: Any, tensors: Sequence[Tensor]) -> Reduction:
-    """The reduction of options, or of an operation in their place.
-
-    Raises:
-        TypeError: neither is given.
-        ValueError: the tensors' dtype or layout does not support it.
-    """
+    """The reduction of options, or of an operation in their place."""
     op = getattr(opts, "reduceOp", dist.ReduceOp.SUM if opts is None else opts)
-    if not isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
-        raise TypeError(f"{operation}: op must be a ReduceOp, got {type_name(op)}")
+    kinds = dist.ReduceOp, dist.ReduceOp.RedOpType
+    check_type(f"{operation}: op", op, "a ReduceOp", *kinds)
     reduction = Reduction(op)
     for tensor in tensors:
         if pairwise(reduction.name, tensor.dtype) is None:
@@ -297,25 +280,15 @@ def root_of(operation: str, opts: Any, size: int) -> int:
 
 
 def peer_of(operation: str, name: str, rank: Any, size: int) -> int:
-    """Check a rank of the group, and return it.
-
-    Raises:
-        TypeError: it is not an int.
-        ValueError: it is not a rank of the group.
-    """
-    if not isinstance(rank, int) or isinstance(rank, bool):
-        raise TypeError(f"{operation}: {name} must be a rank, got {type_name(rank)}")
+    """Check a rank of the group, and return it."""
+    check_type(f"{operation}: {name}", rank, "a rank", int)
     if not 0 <= rank < size:
         raise ValueError(f"{operation}: {name} must be a rank below {size}, got {rank}")
-    return rank
+    return int(rank)
 
 
 def split_sizes(operation: str, name: str, tensor: Tensor, splits: Any, ranks: int) -> list[int]:
-    """The number of a tensor's rows for each rank; equal shares for None or an empty list.
-
-    Raises:
-        ValueError: they do not add up to the tensor's rows.
-    """
+    """The number of a tensor's rows for each rank; equal shares for None or an empty list."""
     if not tensor.dim():
         raise ValueError(f"{operation}: {name} must have at least one dimension, got shape []")
     rows = tensor.shape[0]

@@ -108,9 +108,7 @@ class SimulatedProcessGroup(ProcessGroup):
         """Accept no more collectives."""
         self._is_shut_down = True
 
-    def abort(self) -> None:
-        """Same as :meth:`shutdown`."""
-        self.shutdown()
+    abort = shutdown
 
     # ---- issuing ---------------------------------------------------------------------------------
 
@@ -124,15 +122,7 @@ class SimulatedProcessGroup(ProcessGroup):
         reduction: Reduction | None = None,
         root: int = -1,
     ) -> SimulatedWork:
-        """Issue a collective whose tensors all ranks have in the same sizes.
-
-        Args:
-            run: computes the results.
-            operation: the name of the method.
-            inputs, outputs: the tensors that are read and written.
-            reduction: the reduction, if there is one.
-            root: the root's rank in the group, if there is one.
-        """
+        """Issue a collective whose tensors all ranks have in the same sizes."""
         shared = outputs if operation == "scatter" else inputs  # all ranks give these
 
         def text() -> str:
@@ -142,7 +132,7 @@ class SimulatedProcessGroup(ProcessGroup):
             way = "from" if operation in ("broadcast", "scatter") else "to"
             return f"{text_of(shared)}{reduced}{reduced[:1]} {way} {self._named(root)}"
 
-        key = operation, signature(shared), None if reduction is None else reduction.name, root
+        key = operation, signature(shared), str(reduction), root
         call = Call(operation, None, inputs, outputs, root, key=key, text=text, reduction=reduction)
         return self._join(call, run)
 
@@ -301,12 +291,7 @@ class SimulatedProcessGroup(ProcessGroup):
         sends: list[int],
         row: int = 1,
     ) -> SimulatedWork:
-        """Issue an all-to-all.
-
-        Args:
-            gets, sends: the number of rows from each rank, and for each rank.
-            row: the number of elements of a row.
-        """
+        """Issue an all-to-all of rows of ``row`` elements."""
         if sends[self._rank] != gets[self._rank]:
             raise ValueError(
                 f"{operation}: input_splits must be {gets[self._rank]} for rank {self._rank} "
@@ -376,11 +361,11 @@ class SimulatedProcessGroup(ProcessGroup):
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> SimulatedWork:  # type: ignore[override]
         """Complete when all ranks have reached the barrier."""
-        return self._issue(data.barrier, "barrier", [], [])
+        return self._issue(data.all_gather, "barrier", [], [])
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Wait until all ranks have reached the barrier. A DeadlockError names the others."""
-        self._issue(data.barrier, "monitored_barrier", [], []).wait()
+        self._issue(data.all_gather, "monitored_barrier", [], []).wait()
 
     def start_coalescing(self, device: Any = None) -> None:
         """Combine all following operations into one Work."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_commhook.native.runtime import skip_dynamo
 from torch_commhook.process_group.operations import Traffic, traffic_of
 from torch_commhook.process_group.simulated.data import Call, Collective, write
-from torch_commhook.process_group.simulated.scheduler import Awaited, Rank, Scheduler
+from torch_commhook.process_group.simulated.scheduler import ASKS, Awaited, Rank, Scheduler
 from torch_commhook.process_group.work import Work
 
 # ---- the Work of simulated collectives -----------------------------------------------------------
@@ -94,7 +94,7 @@ class SimulatedWork(_WaitedFor, Awaited):
             if self.is_done:
                 self.deliver()
         if rank is not None:
-            self._link.scheduler.ask(rank, self)
+            self._link.scheduler.wait(rank, self, ASKS)
         return self._future
 
     def _is_done_elsewhere(self) -> bool:
@@ -271,21 +271,17 @@ class Link:
 
     def _carry_out(self, number: int, works: list[SimulatedWork], run: Collective) -> None:
         calls = [work.call for work in works]
-        self._check_splits(number, calls)
+        if calls[0].splits:
+            for sender, sent in enumerate(calls):
+                for receiver, received in enumerate(calls):
+                    if sent.splits[receiver] != received.gets[sender]:
+                        self._mismatch(number, (sender, sent), (receiver, received))
         with torch.no_grad():
             for call, values in zip(calls, run(calls), strict=True):
                 for output, value in zip(call.outputs, values, strict=False):
                     write(output, value)
         for work in works:
             self.scheduler.complete(work)
-
-    def _check_splits(self, number: int, calls: Sequence[Call]) -> None:
-        if not calls[0].splits:
-            return
-        for sender, sent in enumerate(calls):
-            for receiver, received in enumerate(calls):
-                if sent.splits[receiver] != received.gets[sender]:
-                    self._mismatch(number, (sender, sent), (receiver, received))
 
     def _mismatch(self, number: int | None, one: tuple[int, Call], other: tuple[int, Call]) -> None:
         numbered = "" if number is None else f"collective {number} "
