@@ -242,7 +242,7 @@ def run_with_hooks(
     if completed is not None:
         if for_hooks is not None:
             completed.key = _C.completion_key(for_hooks)
-        work = on_completion(work, [*call.inputs, *call.outputs], completed)
+        work = on_completion(work, call.tensors, completed)
     after = PostHookArgs(call.name, call.async_op, for_hooks, op_id, operation)
     with hooks.running():
         for hook in hooks.of("post"):
@@ -550,11 +550,7 @@ def _register_group(group: dist.ProcessGroup, name: str, ranks: Sequence[int] | 
 
 
 def _default_ranks(group: dist.ProcessGroup) -> Sequence[int]:
-    """The global ranks of a group, if the user does not give them.
-
-    Raises:
-        ValueError: they are unknown, and this process has another rank than its number suggests.
-    """
+    """The global ranks of a group, if the user does not give them."""
     known = group_ranks(group)
     if known is not None:
         return known

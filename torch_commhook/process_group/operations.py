@@ -65,6 +65,11 @@ class Call:
         return sum(tensor_bytes(tensor) for tensor in self.inputs or self.outputs)
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors that are read or written."""
+        return [*self.inputs, *self.outputs]
+
+    @property
     def sizes(self) -> tuple[torch.Size, ...]:
         """Sizes of the inputs, or of the outputs if nothing is read."""
         return tuple(tensor.size() for tensor in self.inputs or self.outputs)
@@ -109,14 +114,8 @@ _SIGNATURES: dict[str, tuple[str, str]] = {
         "REDUCE_SCATTER",
         "output_tensors|output input_tensors|input opts|op timeout",
     ),
-    "reduce_scatter_single": (
-        "REDUCE_SCATTER_BASE",
-        "outputTensor|output inputTensor|input opts",
-    ),
-    "reduce_scatter_single_coalesced": (
-        "REDUCE_SCATTER_TENSOR_COALESCED",
-        "outputs inputs opts",
-    ),
+    "reduce_scatter_single": ("REDUCE_SCATTER_BASE", "outputTensor|output inputTensor|input opts"),
+    "reduce_scatter_single_coalesced": ("REDUCE_SCATTER_TENSOR_COALESCED", "outputs inputs opts"),
     "scatter": ("SCATTER", "output_tensors|output_tensor input_tensors opts|root timeout"),
     "send": ("SEND", "tensors dstRank tag"),
     "split_group": ("SPLIT", ""),
@@ -153,13 +152,7 @@ def by_position(
 
 
 def describe(operation: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Call:
-    """Describe a call of a group's method.
-
-    Args:
-        operation: the method's newest name, one of ``OPERATIONS``.
-        arguments: its arguments, without the group.
-        keywords: its keyword arguments.
-    """
+    """Describe a call of one of ``OPERATIONS``; the arguments are those without the group."""
     name, parameters = _SIGNATURES[operation]
     arguments, keywords = by_position(operation, tuple(arguments), keywords)
     values = (*arguments, *keywords.values())

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,7 @@ def lanes(intervals: Sequence[Interval]) -> list[int]:
 def chrome_trace(records: Sequence[Any], rank: int) -> dict[str, Any]:
     """The trace of one rank: one process, with as many lanes as operations were in flight at once.
 
-    Args:
-        records: records of a :class:`RecordingProcessGroup`. Incomplete ones are shown as begun.
-        rank: the rank in the group.
+    Incomplete operations are shown as begun.
     """
     events: list[dict[str, Any]] = [_named("process_name", rank, 0, f"rank {rank}")]
     last = max((record.end or record.start for record in records), default=0.0)
@@ -311,8 +310,7 @@ class RecordingProcessGroup(WrapperProcessGroup):
             self._finish(record, _C.steady_seconds(), error)
             raise
         work = _C.as_work(work)
-        tensors = [*call.inputs, *call.outputs]
-        work = on_completion(work, tensors, lambda end, error: self._finish(record, end, error))
+        work = on_completion(work, call.tensors, partial(self._finish, record))
         return _RecordedWork(work, record, self) if isinstance(work, dist.Work) else work
 
     def _begin(self, call: Call) -> Record:

@@ -120,11 +120,7 @@ class GlooGroup:
     ) -> None:
         """Begin a collective at a time that :meth:`SlowLink.advance` has not passed.
 
-        Args:
-            when: the time in seconds.
-            parts: the parts of the collective; without any it ends at once.
-            done: called with the time of its end.
-            has_thread: whether it occupies a thread.
+        ``done`` is called with the time of its end; that is ``when`` if there are no parts.
         """
         if has_thread:
             self._waiting.append((parts, done))
@@ -197,11 +193,7 @@ _TIMERS = Timers("commhook-throttle")
 
 
 class _ClockedLink:
-    """A link in real time: a timer runs its next event when it is due.
-
-    Args:
-        bandwidth, latency, burst: as for :class:`SlowLink`.
-    """
+    """A :class:`SlowLink` in real time: a timer runs its next event when it is due."""
 
     def __init__(self, bandwidth: float, latency: float, burst: float) -> None:
         self.link = SlowLink(bandwidth, latency, burst)
@@ -326,13 +318,12 @@ class ThrottledProcessGroup(WrapperProcessGroup):
         self, operation: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
         call = describe(operation, arguments, keywords)
-        tensors = [*call.inputs, *call.outputs]
-        device = tensors[0].device if tensors else torch.device("cpu")
+        device = call.tensors[0].device if call.tensors else torch.device("cpu")
         issue = super().run_collective
         work = issue_unseen(lambda: issue(operation, arguments, keywords), device)
         work = _C.as_work(work)
         traffic = traffic_of(call, self.rank(), self.size())
-        throttled = _ThrottledWork(self._link, self._model, traffic, work, tensors)
+        throttled = _ThrottledWork(self._link, self._model, traffic, work, call.tensors)
         if not isinstance(work, dist.Work):  # monitored_barrier has completed
             throttled.wait()
             return work
@@ -400,12 +391,7 @@ class _ThrottledWork(Work):
     """Completes when the parent's Work has completed and the link has carried its bytes."""
 
     def __init__(
-        self,
-        link: _ClockedLink,
-        model: GlooGroup,
-        traffic: Traffic,
-        work: Any,
-        tensors: list[Tensor],
+        self, link: _ClockedLink, model: GlooGroup, traffic: Traffic, work: Any, tensors: Any
     ) -> None:
         super().__init__()
         self._link, self._model, self._traffic = link, model, traffic

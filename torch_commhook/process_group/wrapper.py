@@ -157,23 +157,18 @@ def seen_by_cpp(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return group if is_seen_by_cpp(group) else WrapperProcessGroup(group)
 
 
-def _collective(operation: str) -> Any:
-    def method(self: WrapperProcessGroup, *arguments: Any, **keywords: Any) -> Any:
+def _method(name: str) -> Any:
+    def collective(self: WrapperProcessGroup, *arguments: Any, **keywords: Any) -> Any:
         if keywords:
-            arguments, keywords = by_position(operation, arguments, keywords)
-        return self.run_collective(operation, arguments, keywords)
+            arguments, keywords = by_position(name, arguments, keywords)
+        return self.run_collective(name, arguments, keywords)
 
-    return named(method, "WrapperProcessGroup", operation)
-
-
-def _other(name: str) -> Any:
-    def method(self: WrapperProcessGroup, *arguments: Any, **keywords: Any) -> Any:
+    def other(self: WrapperProcessGroup, *arguments: Any, **keywords: Any) -> Any:
         return getattr(self.parent, BINDINGS[name])(*arguments, **keywords)
 
-    return named(method, "WrapperProcessGroup", name)
+    return named(collective if name in COLLECTIVES else other, "WrapperProcessGroup", name)
 
 
 for _names in _C.process_group_methods().values():
     if _names[0] in BINDINGS and _names[0] in COLLECTIVES.union(_OTHERS):
-        _make = _collective if _names[0] in COLLECTIVES else _other
-        have_all_names(WrapperProcessGroup, _names, called_by_cpp(_make(_names[0]), _names[0]))
+        have_all_names(WrapperProcessGroup, _names, called_by_cpp(_method(_names[0]), _names[0]))

@@ -42,8 +42,7 @@ class _Keys(Awaited):
 class SimulatedStore(dist.Store):
     """The store of ``torch.distributed`` inside ``run_ranks``.
 
-    It works as other stores, except that a key which never appears raises a ``DeadlockError`` and
-    not a timeout.
+    For a key that never appears it raises a ``DeadlockError`` in place of a timeout.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -161,9 +160,7 @@ def _new_world() -> Any:
 def worlds_of_ranks(left: Callable[[], list[threading.Thread]]) -> Iterator[None]:
     """Give threads their own worlds inside the block.
 
-    Args:
-        left: returns the threads that still run at the end. They keep their worlds, so that they do
-            not touch groups of the process.
+    The threads that ``left()`` returns at the end keep them, and so touch no groups of the process.
     """
     process = distributed_c10d._world
     if isinstance(process, _Worlds):  # threads of an earlier run may still need it
@@ -214,17 +211,10 @@ def world_of(links: Links, store: dist.Store, rank: int, world_size: int) -> Ite
         for table in vars(type(world)).values():
             if isinstance(table, (dict, list)):
                 table.clear()
-        _forget_plans()
-
-
-def _forget_plans() -> None:
-    """Free this thread's cache of DTensor's plans.
-
-    PyTorch frees it under a mutex when the thread has ended, and releases the GIL meanwhile: two
-    threads that end at once can deadlock.
-    """
-    with _forgetting:
-        values_of_thread().pop("__DTensor_fastpath_thread_cache_cleanup", None)
+        # PyTorch frees the thread's cache of DTensor's plans under a mutex when the thread has
+        # ended, and releases the GIL meanwhile: two threads that end at once can deadlock.
+        with _forgetting:
+            values_of_thread().pop("__DTensor_fastpath_thread_cache_cleanup", None)
 
 
 def values_of_thread() -> dict[Any, Any]:

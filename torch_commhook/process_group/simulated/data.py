@@ -40,12 +40,7 @@ _PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class Reduction:
-    """A reduce operation of a collective's options.
-
-    Attributes:
-        name: such as ``SUM``.
-        factor: the factor of ``PREMUL_SUM``, which multiplies each tensor first.
-    """
+    """A reduce operation; each tensor is first multiplied by the factor of ``PREMUL_SUM``."""
 
     def __init__(self, op: Any) -> None:
         kind = getattr(op, "op", op)  # a ReduceOp, or its enumeration

@@ -211,16 +211,11 @@ class _Message:
 
 
 class Link:
-    """The ranks of one group.
-
-    Args:
-        links: the groups of the run, with its scheduler.
-        name: the group's name.
-        members: the rank in the run of each of the group's ranks.
-    """
+    """The ranks of one group; ``members`` has the rank in the run of each."""
 
     def __init__(self, links: Links, name: str, members: Sequence[int]) -> None:
         self.links = links
+        self.scheduler = links.scheduler
         self.name = name
         self.members = members
         self.sequence = [0] * len(members)
@@ -228,10 +223,6 @@ class Link:
         # For each collective that some ranks have reached, their works, in the order of arrival.
         self._reached: dict[int, dict[int, SimulatedWork]] = {}
         self._messages: list[_Message] = []  # without a counterpart
-
-    @property
-    def scheduler(self) -> Scheduler:
-        return self.links.scheduler
 
     def __str__(self) -> str:
         return f"group '{self.name}'"
@@ -249,11 +240,7 @@ class Link:
     # ---- collectives -----------------------------------------------------------------------------
 
     def join(self, rank: int, call: Call, run: Collective) -> SimulatedWork:
-        """Enter one rank's next collective; the last rank carries it out.
-
-        Raises:
-            MismatchedCollectiveError: another rank has entered a different one.
-        """
+        """Enter one rank's next collective; the last rank carries it out."""
         number = self.sequence[rank] + 1
         me, work = self._begin(rank, call, number)
         self.sequence[rank] = number
