@@ -480,10 +480,13 @@ class _HangingWork(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         seconds = 0.0 if timeout is None else timeout.total_seconds()
         self._ended.wait(min(seconds, threading.TIMEOUT_MAX) if seconds > 0 else None)
-        raise self._error
+        raise type(self._error)(*self._error.args)  # each caller needs its own traceback
 
     def is_completed(self) -> bool:
         return self._ended.is_set()
+
+    def exception(self) -> BaseException | None:
+        return self._error if self.is_completed() else None
 
     def get_future(self) -> torch.futures.Future[Any]:
         return self._future
