@@ -352,7 +352,7 @@ class SimulatedProcessGroup(ProcessGroup):
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> SimulatedWork:  # type: ignore[override]
         """Complete when all ranks have reached the barrier."""
-        return self._issue(data.all_gather, "barrier", [], [])
+        return self._issue(data.all_gather, "barrier", [], [])  # of no tensors
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Wait until all ranks have reached the barrier. A DeadlockError names the others."""
