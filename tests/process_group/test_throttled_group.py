@@ -338,8 +338,8 @@ def elapsed(
         if not chain:
             ends.append(when)
             return
-        issue = group.issue if has_a_thread(chain[0]) else group.send
-        issue(when, messages_of(chain[0]), lambda end: go_on(end, chain[1:], second))
+        parts, has_thread = messages_of(chain[0]), has_a_thread(chain[0])
+        group.issue(when, parts, lambda end: go_on(end, chain[1:], second), has_thread=has_thread)
 
     for chain in chains:
         go_on(0.0, chain, first)

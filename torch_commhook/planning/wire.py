@@ -81,9 +81,8 @@ def through_seconds(
         group = groups.get(name)
         if group is None:
             group = groups[name] = GlooGroup(link, _DDP_THREADS if is_ddp else _MOST_UNDER_WAY)
-        issue = group.issue if has_a_thread(traffic) else group.send
         parts = merged(messages_of(traffic), most)
-        issue(when, parts, partial(go_on, rest))
+        group.issue(when, parts, partial(go_on, rest), has_thread=has_a_thread(traffic))
 
     for when, share in zip(ready, shares, strict=True):
         for issued in chains:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -24,9 +23,10 @@ from torch_commhook.collectives.gloo_groups import (
     is_known,
     make_known,
 )
+from torch_commhook.metrics import ThreadValue, setting
 from torch_commhook.native.runtime import skip_dynamo
-from torch_commhook.process_group.operations import Call, describe
-from torch_commhook.process_group.work import on_completion, take_over
+from torch_commhook.process_group.operations import OPERATIONS, Call, describe
+from torch_commhook.process_group.work import named, on_completion, take_over
 from torch_commhook.wording import check_type
 
 # ---- hooks of process groups ---------------------------------------------------------------------
@@ -162,18 +162,23 @@ class WorkInfo(NamedTuple):
 
 
 Hook = Callable[..., None]
-KINDS = ("pre", "post", "completion", "abort")
+
+
+#: The hooks that this thread is running.
+_running: ThreadValue[tuple[GroupHooks, ...]] = ThreadValue()
 
 
 class GroupHooks:
     """The hooks of one group, by kind and id. They run in the order of their ids."""
 
     def __init__(self) -> None:
-        self._hooks: dict[str, dict[int, Hook]] = {kind: {} for kind in KINDS}
+        self.by_kind: dict[str, dict[int, Hook]] = {
+            kind: {} for kind in ("pre", "post", "completion", "abort")
+        }
         self.op_ids = itertools.count()
 
     def __bool__(self) -> bool:
-        return any(self._hooks.values())
+        return any(self.by_kind.values())
 
     def add(self, kind: str, hook_id: int, hook: Hook) -> None:
         check_type(f"register_{kind}_hook: hook_id", hook_id, "an int", int)
@@ -183,16 +188,22 @@ class GroupHooks:
             )
         check_type(f"register_{kind}_hook: hook", hook, "callable", Callable)
         # A new dict, since other threads may be iterating over the old one.
-        self._hooks[kind] = dict(sorted({**self._hooks[kind], hook_id: hook}.items()))
-
-    def remove(self, kind: str, hook_id: int) -> None:
-        self._hooks[kind] = {key: hook for key, hook in self._hooks[kind].items() if key != hook_id}
-
-    def has(self, kind: str, hook_id: int) -> bool:
-        return hook_id in self._hooks[kind]
+        self.by_kind[kind] = dict(sorted({**self.by_kind[kind], hook_id: hook}.items()))
 
     def of(self, kind: str) -> list[Hook]:
-        return list(self._hooks[kind].values())
+        return list(self.by_kind[kind].values())
+
+    def running(self) -> setting[tuple[GroupHooks, ...]]:
+        """A block in which this thread tells these hooks of no operation."""
+        return setting(_running, (*(_running.value or ()), self))
+
+    def run_all(self, kind: str, *args: Any) -> None:
+        """Call the hooks of a kind, whichever of them raise."""
+        for hook in self.of(kind):
+            try:
+                hook(*args)
+            except Exception as error:
+                _C.report_unraisable(error, hook)
 
 
 def run_with_hooks(
@@ -204,23 +215,19 @@ def run_with_hooks(
 ) -> Any:
     """Call a method of a group with the group's hooks around it. C++ calls this."""
     hooks = group._hooks
-    if hooks in _local.running:  # what a hook itself calls is not told to hooks
+    if hooks in (_running.value or ()):  # what a hook itself calls is not told to hooks
         return method(*arguments, **keywords)
     if operation == "abort":
-        for hook in hooks.of("abort"):
-            try:
-                hook()
-            except Exception as error:  # other hooks must still run
-                _C.report_unraisable(error, hook)
+        hooks.run_all("abort")
+        return method(*arguments, **keywords)
+    if operation not in OPERATIONS:
         return method(*arguments, **keywords)
     call = describe(operation, arguments[1:], keywords)
-    if call is None:
-        return method(*arguments, **keywords)
     op_id = next(hooks.op_ids)
     before = PreHookArgs(
         call.name, call.async_op, call.inputs, call.outputs, call.root, op_id, operation
     )
-    with _running(hooks):
+    with hooks.running():
         for hook in hooks.of("pre"):
             hook(before)
     completed = _Completed(hooks, call, op_id) if hooks.of("completion") else None
@@ -231,35 +238,16 @@ def run_with_hooks(
             completed(_C.steady_seconds(), error)
         raise
     work = _C.as_work(work)
-    for_hooks = work if isinstance(work, torch.distributed.Work) else None
+    for_hooks = work if isinstance(work, dist.Work) else None
     if completed is not None:
         if for_hooks is not None:
             completed.key = _C.completion_key(for_hooks)
-        work = on_completion(work, [*call.inputs, *call.outputs], completed)
+        work = on_completion(work, call.tensors, completed)
     after = PostHookArgs(call.name, call.async_op, for_hooks, op_id, operation)
-    with _running(hooks):
+    with hooks.running():
         for hook in hooks.of("post"):
             hook(after)
     return work
-
-
-class _Local(threading.local):
-    """The hooks that this thread is running."""
-
-    def __init__(self) -> None:
-        self.running: list[GroupHooks] = []
-
-
-_local = _Local()
-
-
-@contextmanager
-def _running(hooks: GroupHooks) -> Iterator[None]:
-    _local.running.append(hooks)
-    try:
-        yield
-    finally:
-        _local.running.pop()
 
 
 class _Completed:
@@ -267,33 +255,16 @@ class _Completed:
 
     def __init__(self, hooks: GroupHooks, call: Call, op_id: int) -> None:
         self._hooks = hooks
-        # Without the tensors, which belong to the caller.
-        self._about = (call.sizes, call.dtype, call.nbytes)
-        self._name, self._operation, self._op_id = call.name, call.operation, op_id
-        self._start = _C.steady_seconds()
         self.key = 0
+        # Without the tensors, which belong to the caller.
+        about = (call.name, op_id, call.operation, call.sizes, call.dtype, call.nbytes)
+        self._issued = (*about, _C.steady_seconds())
 
     def __call__(self, end: float, error: BaseException | None) -> None:
-        sizes, dtype, nbytes = self._about
-        args = CompletionHookArgs(
-            self.key,
-            (end - self._start) * 1e3,
-            self._name,
-            self._op_id,
-            self._operation,
-            sizes,
-            dtype,
-            nbytes,
-            self._start,
-            end,
-            error,
-        )
-        with _running(self._hooks):
-            for hook in self._hooks.of("completion"):
-                try:
-                    hook(args)
-                except Exception as raised:
-                    _C.report_unraisable(raised, hook)
+        milliseconds = (end - self._issued[-1]) * 1e3
+        args = CompletionHookArgs(self.key, milliseconds, *self._issued, end, error)
+        with self._hooks.running():
+            self._hooks.run_all("completion", args)
 
 
 _C.set_run_with_hooks(skip_dynamo(run_with_hooks))
@@ -311,6 +282,16 @@ _MOST_SHOWN = 16
 def called_by_cpp(function: FunctionType, name: str) -> Any:
     """The attribute of a class of groups for a method that C++ calls too."""
     return _C.group_method(skip_dynamo(function), name)
+
+
+def _unregister(kind: str) -> Any:
+    def unregister(self: ProcessGroup, hook_id: int) -> None:
+        """Remove a hook; do nothing if there is none."""
+        hooks = self._hooks.by_kind
+        hooks[kind] = {key: hook for key, hook in hooks[kind].items() if key != hook_id}
+        self._hooked = bool(self._hooks)
+
+    return named(unregister, "ProcessGroup", f"unregister_{kind}_hook")
 
 
 class ProcessGroup(_C.ProcessGroup):
@@ -343,8 +324,6 @@ class ProcessGroup(_C.ProcessGroup):
         True
     """
 
-    _hook_registry: GroupHooks | None = None
-
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         take_over(cls, ProcessGroup, _C.process_group_methods(), called_by_cpp)
@@ -366,11 +345,9 @@ class ProcessGroup(_C.ProcessGroup):
         """What a group of this class has been told, as in a call; empty for nothing."""
         return ""
 
-    @property
+    @cached_property
     def _hooks(self) -> GroupHooks:
-        if self._hook_registry is None:
-            self._hook_registry = GroupHooks()
-        return self._hook_registry
+        return GroupHooks()
 
     # A group in Python is its own backend, if it has no other: torch.distributed then calls these
     # methods of it (torch 2.14 and newer for a batch of sends and receives).
@@ -387,30 +364,19 @@ class ProcessGroup(_C.ProcessGroup):
         self._hooks.add(kind, hook_id, hook)
         self._hooked = True
 
-    def _remove_hook(self, kind: str, hook_id: int) -> None:
-        self._hooks.remove(kind, hook_id)
-        self._hooked = bool(self._hooks)
-
     def register_pre_hook(self, hook_id: int, hook: Callable[[PreHookArgs], None]) -> None:
         """Call ``hook(args)`` before each operation is issued."""
         self._add_hook("pre", hook_id, hook)
 
-    def unregister_pre_hook(self, hook_id: int) -> None:
-        """Remove a hook; do nothing if there is none."""
-        self._remove_hook("pre", hook_id)
+    unregister_pre_hook = _unregister("pre")
 
     def register_post_hook(self, hook_id: int, hook: Callable[[PostHookArgs], None]) -> None:
         """Call ``hook(args)`` after each operation was issued, with its Work."""
         self._add_hook("post", hook_id, hook)
 
-    def unregister_post_hook(self, hook_id: int) -> None:
-        """Remove a hook; do nothing if there is none."""
-        self._remove_hook("post", hook_id)
+    unregister_post_hook = _unregister("post")
 
-    @property
-    def supports_completion_hooks(self) -> bool:
-        """True."""
-        return True
+    supports_completion_hooks = True
 
     def register_completion_hook(
         self, hook_id: int, hook: Callable[[CompletionHookArgs], None]
@@ -423,22 +389,15 @@ class ProcessGroup(_C.ProcessGroup):
         """
         self._add_hook("completion", hook_id, hook)
 
-    def unregister_completion_hook(self, hook_id: int) -> None:
-        """Remove a hook; do nothing if there is none."""
-        self._remove_hook("completion", hook_id)
+    unregister_completion_hook = _unregister("completion")
 
-    @property
-    def supports_abort_hooks(self) -> bool:
-        """True."""
-        return True
+    supports_abort_hooks = True
 
     def register_abort_hook(self, hook_id: int, hook: Callable[[], None]) -> None:
         """Call ``hook()`` before ``abort()`` does anything."""
         self._add_hook("abort", hook_id, hook)
 
-    def unregister_abort_hook(self, hook_id: int) -> None:
-        """Remove a hook; do nothing if there is none."""
-        self._remove_hook("abort", hook_id)
+    unregister_abort_hook = _unregister("abort")
 
     def _register_on_completion_hook(self, hook: Callable[[WorkInfo], None]) -> None:
         """Register a hook by PyTorch's older interface for NCCL: one hook for each group.
@@ -456,8 +415,7 @@ class ProcessGroup(_C.ProcessGroup):
 
     def _has_hooks(self) -> bool:
         """Whether ``_register_on_completion_hook`` has been called."""
-        registry = self._hook_registry
-        return registry is not None and registry.has("completion", _ON_COMPLETION_ID)
+        return _ON_COMPLETION_ID in self._hooks.by_kind["completion"]
 
 
 def _described(group: ProcessGroup) -> str:
@@ -592,11 +550,7 @@ def _register_group(group: dist.ProcessGroup, name: str, ranks: Sequence[int] | 
 
 
 def _default_ranks(group: dist.ProcessGroup) -> Sequence[int]:
-    """The global ranks of a group, if the user does not give them.
-
-    Raises:
-        ValueError: they are unknown, and this process has another rank than its number suggests.
-    """
+    """The global ranks of a group, if the user does not give them."""
     known = group_ranks(group)
     if known is not None:
         return known

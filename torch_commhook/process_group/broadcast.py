@@ -148,13 +148,15 @@ def _broadcast_coalesced_traced(
     if rank >= size:
         raise ValueError(f"{_NAME}: rank must be a rank below {size}, got {rank}")
     with mode:
-        in_flight: list[_TracedBucket] = []
+        in_flight: list[tuple[list[Tensor], Tensor]] = []
         different = list({id(tensor): tensor for tensor in tensors}.values())
         for bucket in _buckets(_pieces(different), buffer_size):
-            before = in_flight.pop(0).finish() if len(in_flight) == 2 else None
-            in_flight.append(_TracedBucket(bucket, rank, group_name, before))
+            before = _receive(*in_flight.pop(0)) if len(in_flight) == 2 else None
+            buffer = _gather(bucket, before).view(_sent_dtype(bucket[0].dtype))
+            sent = torch.ops._c10d_functional.broadcast(buffer, rank, group_name)
+            in_flight.append((bucket, sent))
         for started in in_flight:
-            started.finish()
+            _receive(*started)
 
 
 def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -175,28 +177,19 @@ def _buckets(tensors: Sequence[Tensor], buffer_size: int) -> list[list[Tensor]]:
     ]
 
 
-class _TracedBucket:
-    """A bucket in flight in traced code, once ``before`` has arrived."""
-
-    def __init__(
-        self, tensors: list[Tensor], rank: int, group_name: str, before: Tensor | None
-    ) -> None:
-        self._tensors = tensors
-        buffer = _gather(tensors, before).view(_sent_dtype(tensors[0].dtype))
-        self._sent = torch.ops._c10d_functional.broadcast(buffer, rank, group_name)
-
-    def finish(self) -> Tensor:
-        received: Tensor = torch.ops._c10d_functional.wait_tensor(self._sent)
-        is_negated = any(tensor.is_neg() for tensor in self._tensors)
-        if self._tensors[0].dtype in BUCKET_DTYPES and not is_negated:
-            unflatten_into(received, self._tensors)
-            return received
-        # Traced code cannot write to an alias of another dtype.
-        width = received.element_size()
-        sizes = [tensor.numel() * tensor.element_size() // width for tensor in self._tensors]
-        for tensor, piece in zip(self._tensors, received.split(sizes), strict=True):
-            tensor.copy_(_from_sent(piece, tensor))
+def _receive(tensors: list[Tensor], sent: Tensor) -> Tensor:
+    """Wait for a bucket, and write its tensors."""
+    received: Tensor = torch.ops._c10d_functional.wait_tensor(sent)
+    is_negated = any(tensor.is_neg() for tensor in tensors)
+    if tensors[0].dtype in BUCKET_DTYPES and not is_negated:
+        unflatten_into(received, tensors)
         return received
+    # Traced code cannot write to an alias of another dtype.
+    width = received.element_size()
+    sizes = [tensor.numel() * tensor.element_size() // width for tensor in tensors]
+    for tensor, piece in zip(tensors, received.split(sizes), strict=True):
+        tensor.copy_(_from_sent(piece, tensor))
+    return received
 
 
 def _gather(tensors: list[Tensor], before: Tensor | None) -> Tensor:

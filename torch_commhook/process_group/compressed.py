@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from torch_commhook import _C
 from torch_commhook.codecs.base import Codec, mix_seeds
@@ -23,6 +24,7 @@ from torch_commhook.collectives.futures import (
     StreamNumber,
     issuing_later,
     on_side_stream,
+    then,
 )
 from torch_commhook.collectives.plain import (
     LEAST_RANKS,
@@ -31,28 +33,9 @@ from torch_commhook.collectives.plain import (
     sum_rows,
     wide_all_reduce,
 )
-from torch_commhook.metrics import WireMeter, counting, note_collective
+from torch_commhook.metrics import WireMeter, counting, note_collective, tensor_bytes
 from torch_commhook.native.bucket_ops import BUCKET_DTYPES, flatten, unflatten_into
-from torch_commhook.process_group.codec_calls import (
-    GATHERS,
-    SUMS,
-    Reduction,
-    all_reduce_bytes,
-    as_sum,
-    at_least_float32,
-    bytes_of,
-    is_large,
-    mapped,
-    options_of,
-    parts_of,
-    places_of,
-    reduction_of,
-    timeout_of,
-    times,
-    without_premultiplier,
-    work_of,
-)
-from torch_commhook.process_group.operations import describe
+from torch_commhook.process_group.operations import ALL_GATHERS, REDUCE_SCATTERS, describe, mapped
 from torch_commhook.process_group.work import FollowedWork
 from torch_commhook.process_group.wrapper import BINDINGS, WrapperProcessGroup
 from torch_commhook.wording import check_type
@@ -256,16 +239,12 @@ class CompressedProcessGroup(WrapperProcessGroup):
         if operation == "reduce_scatter_single":
             outputs, inputs = [outputs], [inputs]
         in_lists = operation == "reduce_scatter"
-        if not isinstance(outputs, (list, tuple)) or not isinstance(inputs, (list, tuple)):
-            return None
-        if in_lists and not all(isinstance(some, (list, tuple)) for some in inputs):
-            return None
-        flat = [each for some in inputs for each in some] if in_lists else list(inputs)
+        flat = flattened(inputs, in_lists=in_lists)
         if not is_large(flat, self.min_numel, self._summed_dtypes):
             return None
         if not is_large(outputs, 0, self._summed_dtypes) or outputs[0].device != flat[0].device:
             return None
-        parts = parts_of(outputs, inputs, ranks, self.rank(), in_lists=in_lists)
+        parts = parts_of(inputs, outputs, ranks, self.rank(), in_lists=in_lists)
         if parts is None:
             return None
         if not isinstance(codec, Codec):
@@ -304,8 +283,8 @@ class CompressedProcessGroup(WrapperProcessGroup):
             return list(tensors)
         # Only this rank's own terms: other ranks may have other factors.
         return [
-            times(tensor, reduction.premultiplier, at_least_float32(tensor.dtype))
-            for tensor in tensors
+            times(each, reduction.premultiplier, torch.promote_types(each.dtype, torch.float32))
+            for each in tensors
         ]
 
     # ---- sums in 16 bits -------------------------------------------------------------------------
@@ -351,7 +330,19 @@ class CompressedProcessGroup(WrapperProcessGroup):
         ranks, factor = self.size(), self._factor(options)
         sizes = [sum(tensor.numel() for tensor in part) for part in parts]
         if ranks < LEAST_RANKS or not any(sizes):
-            return self._scatter_by_parent(dtype, operation, outputs, inputs, options)
+            results = [torch.empty_like(output, dtype=dtype) for output in outputs]
+            sent = mapped(inputs, lambda x: self._rounded([x], dtype=dtype).view_as(x))
+            is_single = operation == "reduce_scatter_single"
+            given = (results[0], sent[0]) if is_single else (results, sent)
+            work = self._call(operation, *given, as_sum(options))
+
+            def write_results() -> list[Tensor]:
+                with torch.no_grad():
+                    for result, output in zip(results, outputs, strict=True):
+                        unflatten_into(result, [output], scale=factor)
+                return list(outputs)
+
+            return FollowedWork(work, write_results)
         own = sizes[self.rank()]
         wire = self._rounded([tensor for part in parts for tensor in part], dtype=dtype)
         shards = wire.new_empty(ranks, own)
@@ -375,30 +366,6 @@ class CompressedProcessGroup(WrapperProcessGroup):
 
         return FollowedWork(_C.as_work(received), write_back)
 
-    def _scatter_by_parent(
-        self,
-        dtype: torch.dtype,
-        operation: str,
-        outputs: Sequence[Tensor],
-        inputs: Sequence[Any],
-        options: Any,
-    ) -> Any:
-        factor = self._factor(options)
-        results = [torch.empty_like(output, dtype=dtype) for output in outputs]
-        sent = mapped(inputs, lambda x: self._rounded([x], dtype=dtype).view_as(x))
-        if operation == "reduce_scatter_single":
-            work = self._call(operation, results[0], sent[0], as_sum(options))
-        else:
-            work = self._call(operation, results, sent, as_sum(options))
-
-        def write_back() -> list[Tensor]:
-            with torch.no_grad():
-                for result, output in zip(results, outputs, strict=True):
-                    unflatten_into(result, [output], scale=factor)
-            return list(outputs)
-
-        return FollowedWork(work, write_back)
-
     def _rounded(self, tensors: Sequence[Tensor], **to: Any) -> Tensor:
         with torch.no_grad():
             return flatten(tensors, scale=1.0 / self.size(), **to)
@@ -410,8 +377,7 @@ class CompressedProcessGroup(WrapperProcessGroup):
     def _call(self, operation: str, *arguments: Any) -> Any:
         """The Work of the parent's operation."""
         call = describe(operation, arguments, {})
-        if call is not None:
-            note_collective(call.bytes_sent(self.rank(), self.size()))
+        note_collective(call.bytes_sent(self.rank(), self.size()))
         return _C.as_work(getattr(self.parent, BINDINGS[operation])(*arguments))
 
     # ---- all-gathers -----------------------------------------------------------------------------
@@ -425,20 +391,22 @@ class CompressedProcessGroup(WrapperProcessGroup):
             outputs, inputs = [outputs], [inputs]
         if not is_large(inputs, 0, BUCKET_DTYPES):
             return None
-        by_rank = places_of(operation, outputs, len(inputs), ranks)
-        if by_rank is None:
+        in_lists = operation.startswith("allgather")
+        flat = flattened(outputs, in_lists=in_lists)
+        if not is_large(flat, self.min_numel, BUCKET_DTYPES) or flat[0].device != inputs[0].device:
             return None
-        places = [tensor for part in by_rank for tensor in part]
-        if not is_large(places, self.min_numel, BUCKET_DTYPES):
+        if operation == "allgather_coalesced":  # from a list for each rank to one for each input
+            if any(len(some) != len(inputs) for some in outputs):
+                return None
+            outputs = list(zip(*outputs, strict=True))
+        parts = parts_of(outputs, inputs, ranks, rank, in_lists=in_lists)
+        if parts is None:
             return None
-        if places[0].device != inputs[0].device:
-            return None
-        if [each.numel() for each in by_rank[rank]] != [each.numel() for each in inputs]:
-            return None
+        places = [tensor for part in parts for tensor in part]
         dtypes = [each.dtype for each in inputs]
-        if any([each.dtype for each in part] != dtypes for part in by_rank):
+        if any([each.dtype for each in part] != dtypes for part in parts):
             return None
-        sizes = [sum(tensor.numel() for tensor in part) for part in by_rank]
+        sizes = [sum(tensor.numel() for tensor in part) for part in parts]
         longest = max(part.nbytes for part in codec.chunks(sizes))
         if ranks == 1 or longest * ranks >= bytes_of(places):
             return None
@@ -475,3 +443,193 @@ class CompressedProcessGroup(WrapperProcessGroup):
         if device.type == "cuda":  # without waiting for the device
             return rounding.pin_memory().to(device, non_blocking=True)
         return rounding.to(device)
+
+
+# ---- the arguments of sums and all-gathers -------------------------------------------------------
+
+#: Reductions that may be compressed, with the class of their options.
+SUMS: dict[str, Any] = {
+    "allreduce": dist.AllreduceOptions,
+    "allreduce_coalesced": dist.AllreduceCoalescedOptions,
+    **dict.fromkeys(REDUCE_SCATTERS, dist.ReduceScatterOptions),
+}
+#: The same for all-gathers.
+GATHERS: dict[str, Any] = dict.fromkeys(ALL_GATHERS, AllgatherOptions)
+
+
+def options_of(operation: str, arguments: Sequence[Any]) -> Any:
+    """The options of a call; None if its arguments do not have PyTorch's usual form."""
+    make_options = SUMS.get(operation) or GATHERS[operation]
+    tensors = 1 if operation.startswith("allreduce") else 2
+    if len(arguments) == tensors:
+        return make_options()
+    fits = len(arguments) == tensors + 1 and isinstance(arguments[tensors], make_options)
+    return arguments[tensors] if fits else None
+
+
+def timeout_of(options: Any) -> timedelta | None:
+    """The timeout of a call; None for the group's."""
+    timeout: timedelta = options.timeout
+    return None if timeout == type(options)().timeout else timeout
+
+
+def is_large(tensors: Any, at_least: int, dtypes: Sequence[torch.dtype]) -> bool:
+    """Whether these are dense, contiguous tensors of one device with enough elements in total."""
+    if not isinstance(tensors, (list, tuple)) or not tensors:
+        return False
+    for tensor in tensors:
+        if (
+            not isinstance(tensor, Tensor)
+            or tensor.layout is not torch.strided
+            or tensor.dtype not in dtypes
+            or not tensor.is_contiguous()
+            or tensor.device != tensors[0].device
+        ):
+            return False
+    numel: int = sum(tensor.numel() for tensor in tensors)
+    return numel >= at_least
+
+
+def as_sum(options: Any) -> Any:
+    """The same options for a sum."""
+    changed = type(options)()
+    for name in ("timeout", "asyncOp"):
+        if hasattr(options, name):
+            setattr(changed, name, getattr(options, name))
+    changed.reduceOp = dist.ReduceOp.SUM
+    return changed
+
+
+def parts_of(
+    many: Any, few: Sequence[Tensor], ranks: int, rank: int, *, in_lists: bool
+) -> list[list[Tensor]] | None:
+    """For each rank, its tensors among those of all ranks; None if they do not fit this rank's.
+
+    Args:
+        many: for each of ``few``, a tensor of all ranks' shares or a list of these.
+        few: this rank's tensors.
+        ranks: the number of ranks.
+        rank: this rank.
+        in_lists: whether ``many`` are lists.
+    """
+    if len(many) != len(few):
+        return None
+    if not in_lists:
+        if any(each.numel() % ranks for each in many):
+            return None
+        many = [each.detach().view(ranks, each.numel() // ranks).unbind() for each in many]
+    if any(len(some) != ranks for some in many):
+        return None
+    parts = [list(of_rank) for of_rank in zip(*many, strict=True)]
+    fits = [each.numel() for each in parts[rank]] == [each.numel() for each in few]
+    return parts if fits else None
+
+
+def flattened(values: Any, *, in_lists: bool) -> list[Any]:
+    """The tensors of lists, or of one list; none if they do not have this form."""
+    lists = values if in_lists else [values]
+    if not isinstance(lists, (list, tuple)):
+        return []
+    if not all(isinstance(some, (list, tuple)) for some in lists):
+        return []
+    return [each for some in lists for each in some]
+
+
+class Reduction(NamedTuple):
+    """A sum, with the factors of its terms and of the sum.
+
+    Attributes:
+        scale: the factor of the sum.
+        premultiplier: the factor of this rank's terms: a number or a tensor of one element; None
+            for 1.
+    """
+
+    scale: float
+    premultiplier: Any
+
+
+def reduction_of(op: Any, ranks: int) -> Reduction | None:
+    """The sum that an operation computes; None if it computes none."""
+    # Not by `in`, which would compare members of another type.
+    if op == dist.ReduceOp.SUM:
+        return Reduction(1.0, None)
+    if op == dist.ReduceOp.AVG:
+        return Reduction(1.0 / ranks, None)
+    if op == dist.ReduceOp.PREMUL_SUM:
+        _, factor = op.__getstate__()
+        if not isinstance(factor, Tensor) or factor.numel() == 1:
+            return Reduction(1.0, factor)
+    return None
+
+
+def times(tensor: Tensor, factor: Any, dtype: torch.dtype) -> Tensor:
+    if isinstance(factor, Tensor):
+        factor = factor.detach().reshape(())
+    return tensor.detach().to(dtype, copy=True).mul_(factor)
+
+
+def without_premultiplier(operation: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Replace a reduction of CPU tensors with a factor by a sum of multiplied terms.
+
+    Gloo does not support ``PREMUL_SUM``, which FSDP's divide factor uses.
+
+    Args:
+        operation: one of ``SUMS``.
+        arguments: the method's arguments. An all-reduce's tensors are multiplied in place.
+
+    Returns:
+        The arguments of the sum; any other call's unchanged arguments.
+    """
+    options = options_of(operation, arguments)
+    reduction = None if options is None else reduction_of(options.reduceOp, 1)
+    if reduction is None or reduction.premultiplier is None:
+        return arguments
+    factor = reduction.premultiplier
+    *outputs, inputs = arguments[: 1 if operation.startswith("allreduce") else 2]
+    terms = _listed(inputs)
+    if not all(
+        isinstance(each, Tensor)
+        and each.layout is torch.strided
+        and each.is_floating_point()
+        and each.device.type == "cpu"
+        for each in terms
+    ):
+        return arguments
+    if not outputs:
+        for each in terms:
+            each.detach().copy_(times(each, factor, each.dtype))
+        return inputs, as_sum(options)
+    multiplied = mapped(inputs, lambda each: times(each, factor, each.dtype))
+    return *outputs, multiplied, as_sum(options)
+
+
+def _listed(values: Any) -> list[Any]:
+    if isinstance(values, (list, tuple)):
+        return [each for value in values for each in _listed(value)]
+    return [values]
+
+
+def all_reduce_bytes(codec: Codec, numel: int, ranks: int) -> float:
+    """The number of bytes that each rank sends for a sum, on average."""
+    if codec.exchange == "all_to_all":
+        sizes = [shard.nbytes for shard in codec.shards(numel, ranks)]
+        return (sum(sizes) / ranks + max(sizes)) * (ranks - 1)
+    nbytes = codec.nbytes(numel)
+    if codec.exchange == "all_gather":
+        return nbytes * (ranks - 1)
+    return 2 * nbytes * (ranks - 1) / ranks
+
+
+def bytes_of(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor_bytes(tensor) for tensor in tensors)
+
+
+def work_of(future: torch.futures.Future[Tensor], tensors: Sequence[Tensor]) -> Any:
+    """A collective's Work, with a Future that holds a list of tensors."""
+    value: Any = list(tensors)
+
+    def finish(done: torch.futures.Future[Tensor]) -> Any:
+        done.value()  # raises the collective's error
+        return value
+
+    return _C.as_work(then(future, finish, value[0].device))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torch_commhook import _C
 from torch_commhook.collectives.gloo_groups import group_rank, group_timeout
-from torch_commhook.process_group.operations import OPERATIONS, Call, describe
+from torch_commhook.process_group.operations import OPERATIONS, Call, describe, mapped
 from torch_commhook.process_group.work import FollowedWork, Timers, Work
 from torch_commhook.process_group.wrapper import WrapperProcessGroup
 from torch_commhook.wording import check_type
@@ -378,7 +378,12 @@ class FaultyProcessGroup(WrapperProcessGroup):
             if isinstance(fault, Delay):
                 time.sleep(fault.seconds)
             elif isinstance(fault, Fail):
-                raise self._error(fault, operation, op_id)
+                if fault.error is InjectedError:
+                    raise InjectedError(
+                        f"FaultyProcessGroup: {operation} number {op_id} fails on rank "
+                        f"{self.rank()}"
+                    )
+                raise fault.error
             elif isinstance(fault, Drop):
                 self._dropped = True
                 raise DroppedRankError(
@@ -389,13 +394,12 @@ class FaultyProcessGroup(WrapperProcessGroup):
                 return self._hang(fault, operation, arguments, keywords)
             elif isinstance(fault, Corrupt):
                 corruptions.append(fault)
-        if call is not None:
-            for fault in corruptions:
-                if fault.of == "input":
-                    arguments = self._corrupt_input(fault, call, arguments)
+        for fault in corruptions:
+            if fault.of == "input":
+                arguments = self._corrupt_input(fault, call, arguments)
         work = super().run_collective(operation, arguments, keywords)
         after = [fault for fault in corruptions if fault.of == "output"]
-        if call is None or not after or not call.outputs:
+        if not after or not call.outputs:
             return work
         work = _C.as_work(work)
 
@@ -404,13 +408,6 @@ class FaultyProcessGroup(WrapperProcessGroup):
                 self._corrupt(fault, call.outputs[0])
 
         return FollowedWork(work, corrupt)
-
-    def _error(self, fault: Fail, operation: str, op_id: int) -> BaseException:
-        if fault.error is InjectedError:
-            return InjectedError(
-                f"FaultyProcessGroup: {operation} number {op_id} fails on rank {self.rank()}"
-            )
-        return fault.error() if isinstance(fault.error, type) else fault.error
 
     def _hang(
         self, fault: Hang, operation: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
@@ -442,7 +439,7 @@ class FaultyProcessGroup(WrapperProcessGroup):
             return arguments
         copy = tensor.clone()
         self._corrupt(fault, copy)
-        return tuple(_replaced(value, tensor, copy) for value in arguments)
+        return tuple(mapped(arguments, lambda value: copy if value is tensor else value))
 
     def _corrupt(self, fault: Corrupt, tensor: Tensor) -> None:
         if tensor.layout is torch.sparse_coo:
@@ -471,65 +468,43 @@ class _HangingWork(Work):
 
     def __init__(self, what: str, seconds: float) -> None:
         super().__init__()
-        self._what, self._seconds = what, seconds
-        self._until = _C.steady_seconds() + seconds
+        self._what = f"FaultyProcessGroup: {what}"
+        self._error: Exception = TimeoutError(
+            f"{self._what} hangs, and has taken longer than {seconds:g} s"
+        )
         self._ended = threading.Event()
-        self._how = ""
+        self._future: torch.futures.Future[Any] = torch.futures.Future()
         self._lock = threading.RLock()
-        self._future: torch.futures.Future[Any] | None = None
-        self._timer = 0
+        self._timer = _TIMERS.call_at(_C.steady_seconds() + seconds, self._fail)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        left = min(self._until - _C.steady_seconds(), threading.TIMEOUT_MAX)
-        if timeout is not None and timeout > timedelta(0):
-            left = min(left, timeout.total_seconds())
-        self._ended.wait(max(left, 0.0))
-        raise self._error()
+        seconds = 0.0 if timeout is None else timeout.total_seconds()
+        self._ended.wait(min(seconds, threading.TIMEOUT_MAX) if seconds > 0 else None)
+        raise type(self._error)(*self._error.args)  # each caller needs its own traceback
 
     def is_completed(self) -> bool:
-        return self._ended.is_set() or _C.steady_seconds() >= self._until
-
-    def is_success(self) -> bool:
-        return False
+        return self._ended.is_set()
 
     def exception(self) -> BaseException | None:
-        return self._error() if self.is_completed() else None
+        return self._error if self.is_completed() else None
 
     def get_future(self) -> torch.futures.Future[Any]:
-        with self._lock:
-            if self._future is None:
-                self._future = torch.futures.Future()
-                if self._ended.is_set():
-                    self._fail()
-                else:
-                    self._timer = _TIMERS.call_at(self._until, self._fail)
-            return self._future
+        return self._future
 
     def abort(self) -> None:
         self.end("aborted")
 
     def end(self, how: str) -> None:
         """Fail now."""
-        with self._lock:
-            if self.is_completed():
-                return
-            self._how = how
-            self._ended.set()
-            if self._future is not None:
-                _TIMERS.cancel(self._timer)
-                self._fail()
+        _TIMERS.cancel(self._timer)
+        self._fail(RuntimeError(f"{self._what} hung and was {how}"))
 
-    def _fail(self) -> None:
+    def _fail(self, error: Exception | None = None) -> None:
         with self._lock:
-            if self._future is not None and not self._future.done():
-                self._future.set_exception(self._error())
-
-    def _error(self) -> Exception:
-        if self._how:
-            return RuntimeError(f"FaultyProcessGroup: {self._what} hung and was {self._how}")
-        return TimeoutError(
-            f"FaultyProcessGroup: {self._what} hangs, and has taken longer than {self._seconds:g} s"
-        )
+            if not self._ended.is_set():
+                self._error = error or self._error
+                self._ended.set()
+                self._future.set_exception(self._error)
 
 
 class _Rule:
@@ -555,9 +530,8 @@ class _Rule:
 
     def applies(self, operation: str, rank: int, numbers: random.Random) -> bool:
         fault = self.fault
-        if self._operations is not None and operation not in self._operations:
-            return False
-        if self._ranks is not None and rank not in self._ranks:
+        is_other = self._operations is not None and operation not in self._operations
+        if is_other or (self._ranks is not None and rank not in self._ranks):
             return False
         self._seen += 1
         if self._seen <= fault.skip:
@@ -568,11 +542,3 @@ class _Rule:
             return False
         self._happened += 1
         return True
-
-
-def _replaced(value: Any, tensor: Tensor, other: Tensor) -> Any:
-    if value is tensor:
-        return other
-    if isinstance(value, (list, tuple)):
-        return type(value)(_replaced(each, tensor, other) for each in value)
-    return value

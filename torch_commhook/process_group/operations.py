@@ -18,36 +18,23 @@ from torch_commhook.metrics import ring_all_reduce_bytes, tensor_bytes
 # ---- arguments of a process group's methods: tensors, root, and the bytes that they send ---------
 
 
-class _HookOpName(enum.Enum):
-    """The operation of a hook's call: the names and values of torch 2.15."""
-
-    SEND = 0
-    RECV = 1
-    BROADCAST = 2
-    ALLREDUCE = 3
-    REDUCE = 4
-    ALLGATHER = 5
-    REDUCE_SCATTER = 6
-    ALLTOALL = 7
-    BARRIER = 8
-    SCATTER = 9
-    GATHER = 10
-    SPLIT = 11
-    NEW_WINDOW = 12
-    ALLREDUCE_COALESCED = 13
-    ALLGATHER_BASE = 14
-    ALLGATHER_COALESCED = 15
-    ALLGATHER_INTO_TENSOR_COALESCED = 16
-    REDUCE_SCATTER_BASE = 17
-    REDUCE_SCATTER_TENSOR_COALESCED = 18
-    ALLTOALL_BASE = 19
-    UNKNOWN = 20
+def _hook_op_name() -> Any:
+    """PyTorch's enumeration if it has all names, else one with the names and values of 2.15."""
+    own = getattr(c10d, "HookOpName", None)
+    if hasattr(own, "ALLTOALL_BASE"):
+        return own
+    names = (
+        "SEND RECV BROADCAST ALLREDUCE REDUCE ALLGATHER REDUCE_SCATTER ALLTOALL BARRIER SCATTER "
+        "GATHER SPLIT NEW_WINDOW ALLREDUCE_COALESCED ALLGATHER_BASE ALLGATHER_COALESCED "
+        "ALLGATHER_INTO_TENSOR_COALESCED REDUCE_SCATTER_BASE REDUCE_SCATTER_TENSOR_COALESCED "
+        "ALLTOALL_BASE UNKNOWN"
+    )
+    return enum.Enum("HookOpName", names, start=0)
 
 
-#: PyTorch's own if it has all of them, so that one hook serves its groups and ours.
-HookOpName: Any = getattr(c10d, "HookOpName", _HookOpName)
-if not hasattr(HookOpName, "ALLTOALL_BASE"):
-    HookOpName = _HookOpName
+#: The operation of a hook's call. PyTorch's own if possible, so that one hook serves its groups and
+#: ours.
+HookOpName: Any = _hook_op_name()
 
 
 @dataclass(frozen=True)
@@ -78,6 +65,11 @@ class Call:
         return sum(tensor_bytes(tensor) for tensor in self.inputs or self.outputs)
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors that are read or written."""
+        return [*self.inputs, *self.outputs]
+
+    @property
     def sizes(self) -> tuple[torch.Size, ...]:
         """Sizes of the inputs, or of the outputs if nothing is read."""
         return tuple(tensor.size() for tensor in self.inputs or self.outputs)
@@ -95,66 +87,54 @@ class Call:
         return 0 if count is None or world_size == 1 else count(self, rank, world_size)
 
 
-#: By operation: its hook name, and the positions of inputs and outputs among the arguments.
-_SIGNATURES: dict[str, tuple[str, int | None, int | None]] = {
-    "allgather": ("ALLGATHER", 1, 0),
-    "all_gather_single": ("ALLGATHER_BASE", 1, 0),
-    "all_gather_single_coalesced": ("ALLGATHER_INTO_TENSOR_COALESCED", 1, 0),
-    "allgather_coalesced": ("ALLGATHER_COALESCED", 1, 0),
-    "allreduce": ("ALLREDUCE", 0, 0),
-    "allreduce_coalesced": ("ALLREDUCE_COALESCED", 0, 0),
-    "all_to_all_single": ("ALLTOALL_BASE", 1, 0),
-    "alltoall": ("ALLTOALL", 1, 0),
-    "barrier": ("BARRIER", None, None),
-    "broadcast": ("BROADCAST", 0, 0),
-    "end_coalescing": ("UNKNOWN", None, None),
-    "gather": ("GATHER", 1, 0),
-    "gather_single": ("GATHER", 1, 0),
-    "monitored_barrier": ("BARRIER", None, None),
-    "new_window": ("NEW_WINDOW", 0, None),
-    "recv": ("RECV", None, 0),
-    "recv_anysource": ("RECV", None, 0),
-    "reduce": ("REDUCE", 0, 0),
-    "reduce_scatter": ("REDUCE_SCATTER", 1, 0),
-    "reduce_scatter_single": ("REDUCE_SCATTER_BASE", 1, 0),
-    "reduce_scatter_single_coalesced": ("REDUCE_SCATTER_TENSOR_COALESCED", 1, 0),
-    "scatter": ("SCATTER", 1, 0),
-    "send": ("SEND", 0, None),
-    "split_group": ("SPLIT", None, None),
+#: By operation: its hook name, and the names of its parameters in PyTorch's bindings, in order.
+_SIGNATURES: dict[str, tuple[str, str]] = {
+    "allgather": ("ALLGATHER", "output_tensors input_tensors|input_tensor opts|timeout"),
+    "all_gather_single": ("ALLGATHER_BASE", "output input opts"),
+    "all_gather_single_coalesced": ("ALLGATHER_INTO_TENSOR_COALESCED", "outputs inputs opts"),
+    "allgather_coalesced": ("ALLGATHER_COALESCED", "output_lists input_list opts"),
+    "allreduce": ("ALLREDUCE", "tensors|tensor opts|op timeout"),
+    "allreduce_coalesced": ("ALLREDUCE_COALESCED", "tensors opts"),
+    "all_to_all_single": (
+        "ALLTOALL_BASE",
+        "output input output_split_sizes input_split_sizes opts|timeout",
+    ),
+    "alltoall": ("ALLTOALL", "output_tensors input_tensors opts"),
+    "barrier": ("BARRIER", "opts|timeout"),
+    "broadcast": ("BROADCAST", "tensors|tensor opts|root timeout"),
+    "end_coalescing": ("UNKNOWN", "device_type"),
+    "gather": ("GATHER", "output_tensors input_tensors|input_tensor opts|root timeout"),
+    "gather_single": ("GATHER", "output input opts"),
+    "monitored_barrier": ("BARRIER", "timeout wait_all_ranks"),
+    "new_window": ("NEW_WINDOW", "tensor"),
+    "recv": ("RECV", "tensors srcRank tag"),
+    "recv_anysource": ("RECV", ""),
+    "reduce": ("REDUCE", "tensors|tensor opts|root op timeout"),
+    "reduce_scatter": (
+        "REDUCE_SCATTER",
+        "output_tensors|output input_tensors|input opts|op timeout",
+    ),
+    "reduce_scatter_single": ("REDUCE_SCATTER_BASE", "outputTensor|output inputTensor|input opts"),
+    "reduce_scatter_single_coalesced": ("REDUCE_SCATTER_TENSOR_COALESCED", "outputs inputs opts"),
+    "scatter": ("SCATTER", "output_tensors|output_tensor input_tensors opts|root timeout"),
+    "send": ("SEND", "tensors dstRank tag"),
+    "split_group": ("SPLIT", ""),
 }
-
-
 #: All methods with hooks, by their newest names.
 OPERATIONS = frozenset(_SIGNATURES)
 #: The methods that communicate. All but monitored_barrier return a Work.
 COLLECTIVES = OPERATIONS - {"new_window", "split_group"}
 
-
-#: The names of a method's parameters in PyTorch's bindings, in order.
-_PARAMETERS: dict[str, str] = {
-    "allgather": "output_tensors input_tensors|input_tensor opts|timeout",
-    "all_gather_single": "output input opts",
-    "all_gather_single_coalesced": "outputs inputs opts",
-    "allgather_coalesced": "output_lists input_list opts",
-    "allreduce": "tensors|tensor opts|op timeout",
-    "allreduce_coalesced": "tensors opts",
-    "all_to_all_single": "output input output_split_sizes input_split_sizes opts|timeout",
-    "alltoall": "output_tensors input_tensors opts",
-    "barrier": "opts|timeout",
-    "broadcast": "tensors|tensor opts|root timeout",
-    "end_coalescing": "device_type",
-    "gather": "output_tensors input_tensors|input_tensor opts|root timeout",
-    "gather_single": "output input opts",
-    "monitored_barrier": "timeout wait_all_ranks",
-    "new_window": "tensor",
-    "recv": "tensors srcRank tag",
-    "reduce": "tensors|tensor opts|root op timeout",
-    "reduce_scatter": "output_tensors|output input_tensors|input opts|op timeout",
-    "reduce_scatter_single": "outputTensor|output inputTensor|input opts",
-    "reduce_scatter_single_coalesced": "outputs inputs opts",
-    "scatter": "output_tensors|output_tensor input_tensors opts|root timeout",
-    "send": "tensors dstRank tag",
-}
+ALL_REDUCES = ("allreduce", "allreduce_coalesced")
+REDUCE_SCATTERS = ("reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced")
+ALL_GATHERS = (
+    "allgather",
+    "allgather_coalesced",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+)
+_GATHERS = ("gather", "gather_single")
+_RECEIVES = ("recv", "recv_anysource")
 
 
 def by_position(
@@ -163,7 +143,7 @@ def by_position(
     """A call with its keywords in their positions, as far as these are consecutive."""
     left = dict(keywords)
     if left:
-        for names in _PARAMETERS.get(operation, "").split()[len(arguments) :]:
+        for names in _SIGNATURES[operation][1].split()[len(arguments) :]:
             name = next((each for each in names.split("|") if each in left), None)
             if name is None:
                 break
@@ -171,24 +151,18 @@ def by_position(
     return arguments, left
 
 
-def describe(operation: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Call | None:
-    """Describe a call of a group's method; None if it does not communicate.
-
-    Args:
-        operation: the method's newest name.
-        arguments: its arguments, without the group.
-        keywords: its keyword arguments.
-    """
-    signature = _SIGNATURES.get(operation)
-    if signature is None:
-        return None
-    name, read, written = signature
+def describe(operation: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Call:
+    """Describe a call of one of ``OPERATIONS``; the arguments are those without the group."""
+    name, parameters = _SIGNATURES[operation]
     arguments, keywords = by_position(operation, tuple(arguments), keywords)
     values = (*arguments, *keywords.values())
-    inputs = [] if read is None else _tensors(values[read : read + 1])
-    outputs = inputs if written == read else []
-    if written is not None and written != read:
-        outputs = _tensors(values[written : written + 1])
+    outputs = inputs = _tensors(values[:1])  # in place, or no tensors
+    if parameters.startswith("output"):
+        inputs = _tensors(values[1:2])
+    elif operation in _RECEIVES:
+        inputs = []
+    elif operation in ("send", "new_window"):
+        outputs = []
     options = next((value for value in values if hasattr(value, "timeout")), None)
     root, splits = getattr(options, "rootRank", -1), ()
     if operation in ("send", "recv", "broadcast", "reduce") and len(values) > 1:
@@ -196,15 +170,8 @@ def describe(operation: str, arguments: Sequence[Any], keywords: Mapping[str, An
             root = values[1]
     elif operation == "all_to_all_single" and len(values) > 3:
         splits = values[3]
-    return Call(
-        operation,
-        getattr(HookOpName, name),
-        inputs,
-        outputs,
-        root,
-        getattr(options, "asyncOp", True),
-        splits,
-    )
+    async_op = getattr(options, "asyncOp", True)
+    return Call(operation, getattr(HookOpName, name), inputs, outputs, root, async_op, splits)
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -213,6 +180,13 @@ def _tensors(values: Any) -> list[Tensor]:
     if isinstance(values, (list, tuple)):
         return [tensor for value in values for tensor in _tensors(value)]
     return []
+
+
+def mapped(values: Any, function: Callable[[Any], Any]) -> Any:
+    """The values of ``function`` for all values in lists of lists."""
+    if isinstance(values, (list, tuple)):
+        return [mapped(value, function) for value in values]
+    return function(values)
 
 
 # ---- bytes on the wire: the minimum that a rank must send ----------------------------------------
@@ -239,22 +213,14 @@ def _to_all(call: Call, rank: int, world_size: int) -> int:
 
 
 _BYTES_SENT: dict[str, Callable[[Call, int, int], int]] = {
-    "allgather": _to_all,
-    "all_gather_single": _to_all,
-    "all_gather_single_coalesced": _to_all,
-    "allgather_coalesced": _to_all,
-    "allreduce": lambda call, rank, size: ring_all_reduce_bytes(call.nbytes, size),
-    "allreduce_coalesced": lambda call, rank, size: ring_all_reduce_bytes(call.nbytes, size),
+    **dict.fromkeys(ALL_GATHERS, _to_all),
+    **dict.fromkeys(ALL_REDUCES, lambda call, rank, size: ring_all_reduce_bytes(call.nbytes, size)),
     "all_to_all_single": _all_to_all_single,
     "alltoall": _all_but_own,
-    # All but one rank must receive it. The backend chooses the senders: an equal share each.
-    "broadcast": _share,
-    "reduce": _share,
-    "gather": lambda call, rank, size: 0 if rank == call.root else call.nbytes,
-    "gather_single": lambda call, rank, size: 0 if rank == call.root else call.nbytes,
-    "reduce_scatter": _share,
-    "reduce_scatter_single": _share,
-    "reduce_scatter_single_coalesced": _share,
+    # For broadcast and reduce: all but one rank must receive it, or send it. The backend chooses
+    # the senders: an equal share each.
+    **dict.fromkeys(("broadcast", "reduce", *REDUCE_SCATTERS), _share),
+    **dict.fromkeys(_GATHERS, lambda call, rank, size: 0 if rank == call.root else call.nbytes),
     "scatter": lambda call, rank, size: _all_but_own(call, rank, size) if call.inputs else 0,
     "send": lambda call, rank, size: call.nbytes,
 }
@@ -322,22 +288,17 @@ class Messages:
 
 def traffic_of(call: Call, rank: int, ranks: int) -> Traffic:
     """The load of a call on one rank's link, in a group of ``ranks`` ranks."""
-    return Traffic(
-        call.operation,
-        ranks,
-        call.nbytes,
-        link_bytes(call, rank, ranks),
-        call.root == rank,
-    )
+    carried = link_bytes(call, rank, ranks)
+    return Traffic(call.operation, ranks, call.nbytes, carried, call.root == rank)
 
 
 def link_bytes(call: Call, rank: int, ranks: int) -> int:
     """The bytes that a rank's link carries for an operation, in the direction that carries more."""
     if ranks == 1:
         return 0
-    if call.operation in ("broadcast", "reduce", "recv", "recv_anysource"):
+    if call.operation in ("broadcast", "reduce", *_RECEIVES):
         return call.nbytes  # each rank sends or receives these at least once
-    if call.operation in ("gather", "gather_single"):
+    if call.operation in _GATHERS:
         return call.nbytes * (ranks - 1 if rank == call.root else 1)
     if call.operation == "scatter" and rank != call.root:
         return sum(tensor_bytes(tensor) for tensor in call.outputs)
@@ -376,13 +337,8 @@ def messages_of(traffic: Traffic) -> list[Messages]:
 
 def has_a_thread(traffic: Traffic) -> bool:
     """Whether the operation occupies one of the group's few threads."""
-    return traffic.operation not in _WITHOUT_THREAD
-
-
-_WITHOUT_THREAD = (
-    *("send", "recv", "recv_anysource", "monitored_barrier"),
-    *(EXCHANGE, GATHER, SUM),
-)
+    without = ("send", *_RECEIVES, "monitored_barrier", EXCHANGE, GATHER, SUM)
+    return traffic.operation not in without
 
 
 def merged(parts: Sequence[Messages], most: int) -> list[Messages]:
@@ -405,17 +361,12 @@ def merged(parts: Sequence[Messages], most: int) -> list[Messages]:
 # ---- by collective -------------------------------------------------------------------------------
 
 
-def _segments(nbytes: float, ranks: int) -> int:
-    """The number of segments into which a ring divides the tensor."""
-    least = max(math.ceil(nbytes / _MOST_SEGMENT_BYTES), 2 * ranks)
-    return math.ceil(least / ranks) * ranks
-
-
 def _around_ring(traffic: Traffic) -> Messages:
     """A tensor's segments, two in flight, each passing all ranks."""
-    segments = _segments(traffic.nbytes, traffic.ranks)
-    count = segments // traffic.ranks * (traffic.ranks - 1)
-    return Messages(count, traffic.nbytes / segments, at_once=2)
+    ranks, nbytes = traffic.ranks, traffic.nbytes
+    least = max(math.ceil(nbytes / _MOST_SEGMENT_BYTES), 2 * ranks)
+    of_a_rank = math.ceil(least / ranks)
+    return Messages(of_a_rank * (ranks - 1), nbytes / (of_a_rank * ranks), at_once=2)
 
 
 def _all_reduce(traffic: Traffic) -> list[Messages]:
@@ -423,10 +374,6 @@ def _all_reduce(traffic: Traffic) -> list[Messages]:
         # The first rank owns everything. The others have requested it before it arrives.
         return [Messages(2 * (traffic.ranks - 1), traffic.nbytes, is_requested=False)]
     return [_around_ring(traffic)] * 2
-
-
-def _all_gather(traffic: Traffic) -> list[Messages]:
-    return [Messages(2 * (traffic.ranks - 1), traffic.nbytes / 2, at_once=2)]
 
 
 def _to_each_other(traffic: Traffic) -> list[Messages]:
@@ -476,42 +423,21 @@ def _with_root(traffic: Traffic) -> list[Messages]:
     return [Messages(count, traffic.carried / count, at_once=count)]
 
 
-def _barrier(traffic: Traffic) -> list[Messages]:
-    return [Messages(math.ceil(math.log2(traffic.ranks)), 0.0)]
-
-
-def _monitored_barrier(traffic: Traffic) -> list[Messages]:
-    return [Messages(traffic.ranks - 1, 0.0)]  # the first rank serves one after another
-
-
-def _one(traffic: Traffic) -> list[Messages]:
-    return [Messages(1, traffic.carried)]
-
-
 _PARTS: dict[str, Callable[[Traffic], list[Messages]]] = {
-    "allgather": _all_gather,
-    "all_gather_single": _all_gather,
-    "all_gather_single_coalesced": _all_gather,
-    "allgather_coalesced": _all_gather,
-    "allreduce": _all_reduce,
-    "allreduce_coalesced": _all_reduce,
-    "all_to_all_single": _to_each_other,
-    "alltoall": _to_each_other,
-    "barrier": _barrier,
+    **dict.fromkeys(
+        ALL_GATHERS, lambda each: [Messages(2 * (each.ranks - 1), each.nbytes / 2, at_once=2)]
+    ),
+    # Gloo sums everything on all ranks, also for a reduce-scatter.
+    **dict.fromkeys((*ALL_REDUCES, *REDUCE_SCATTERS), _all_reduce),
+    **dict.fromkeys(("all_to_all_single", "alltoall"), _to_each_other),
+    "barrier": lambda each: [Messages(math.ceil(math.log2(each.ranks)), 0.0)],
     "broadcast": _broadcast,
     EXCHANGE: _to_each_other_at_once,
     GATHER: _gathered_in_place,
-    "gather": _with_root,
-    "gather_single": _with_root,
-    "monitored_barrier": _monitored_barrier,
-    "recv": _one,
-    "recv_anysource": _one,
-    "reduce": _reduce,
-    # Gloo sums everything on all ranks.
-    "reduce_scatter": _all_reduce,
-    "reduce_scatter_single": _all_reduce,
-    "reduce_scatter_single_coalesced": _all_reduce,
     SUM: _summed_in_place,
-    "scatter": _with_root,
-    "send": _one,
+    # The first rank serves one after another.
+    "monitored_barrier": lambda each: [Messages(each.ranks - 1, 0.0)],
+    "reduce": _reduce,
+    **dict.fromkeys(("scatter", *_GATHERS), _with_root),
+    **dict.fromkeys(("send", *_RECEIVES), lambda each: [Messages(1, each.carried)]),
 }

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,7 @@ def lanes(intervals: Sequence[Interval]) -> list[int]:
 def chrome_trace(records: Sequence[Any], rank: int) -> dict[str, Any]:
     """The trace of one rank: one process, with as many lanes as operations were in flight at once.
 
-    Args:
-        records: records of a :class:`RecordingProcessGroup`. Incomplete ones are shown as begun.
-        rank: the rank in the group.
+    Incomplete operations are shown as begun.
     """
     events: list[dict[str, Any]] = [_named("process_name", rank, 0, f"rank {rank}")]
     last = max((record.end or record.start for record in records), default=0.0)
@@ -304,8 +303,6 @@ class RecordingProcessGroup(WrapperProcessGroup):
         self, operation: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
         call = describe(operation, arguments, keywords)
-        if call is None:
-            return super().run_collective(operation, arguments, keywords)
         record = self._begin(call)
         try:
             work = super().run_collective(operation, arguments, keywords)
@@ -313,8 +310,7 @@ class RecordingProcessGroup(WrapperProcessGroup):
             self._finish(record, _C.steady_seconds(), error)
             raise
         work = _C.as_work(work)
-        tensors = [*call.inputs, *call.outputs]
-        work = on_completion(work, tensors, lambda end, error: self._finish(record, end, error))
+        work = on_completion(work, call.tensors, partial(self._finish, record))
         return _RecordedWork(work, record, self) if isinstance(work, dist.Work) else work
 
     def _begin(self, call: Call) -> Record:
@@ -322,16 +318,8 @@ class RecordingProcessGroup(WrapperProcessGroup):
         note_recorded(sent)
         with self._lock:
             counters = self._counters.setdefault(call.operation, Counters())
-            record = Record(
-                call.operation,
-                self._issued,
-                call.sizes,
-                call.dtype,
-                call.nbytes,
-                sent,
-                _C.steady_seconds(),
-                _counters=counters,
-            )
+            about = (call.operation, self._issued, call.sizes, call.dtype, call.nbytes, sent)
+            record = Record(*about, _C.steady_seconds(), _counters=counters)
             self._issued += 1
             self._records.append(record)
             if len(self._records) >= 2 * self._limit:
@@ -349,11 +337,6 @@ class RecordingProcessGroup(WrapperProcessGroup):
             counters.errors += error is not None
             counters.seconds += end - record.start
 
-    def _add_blocked(self, record: Record, seconds: float) -> None:
-        with self._lock:
-            record.blocked += seconds
-            record._counters.blocked += seconds
-
 
 class _RecordedWork(WrapperWork):
     """Measures how long threads wait for it."""
@@ -367,7 +350,10 @@ class _RecordedWork(WrapperWork):
         try:
             return bool(self.work.wait(*timeout))
         finally:
-            self._group._add_blocked(self._record, _C.steady_seconds() - start)
+            seconds = _C.steady_seconds() - start
+            with self._group._lock:
+                self._record.blocked += seconds
+                self._record._counters.blocked += seconds
 
 
 #: The titles of :func:`_cells`.

@@ -115,20 +115,18 @@ class GlooGroup:
         self._running = 0
         self._waiting: deque[tuple[Sequence[Messages], Event]] = deque()
 
-    def issue(self, when: float, parts: Sequence[Messages], done: Event) -> None:
+    def issue(
+        self, when: float, parts: Sequence[Messages], done: Event, *, has_thread: bool = True
+    ) -> None:
         """Begin a collective at a time that :meth:`SlowLink.advance` has not passed.
 
-        Args:
-            when: the time in seconds.
-            parts: the parts of the collective; without any it ends at once.
-            done: called with the time of its end.
+        ``done`` is called with the time of its end; that is ``when`` if there are no parts.
         """
-        self._waiting.append((parts, done))
-        self._begin_next(when)
-
-    def send(self, when: float, parts: Sequence[Messages], done: Event) -> None:
-        """Begin messages between two ranks, which occupy no thread; as :meth:`issue`."""
-        _Collective(self.link, parts, done).begin(when)
+        if has_thread:
+            self._waiting.append((parts, done))
+            self._begin_next(when)
+        else:
+            _Collective(self.link, parts, done).begin(when)
 
     def _begin_next(self, when: float) -> None:
         while self._waiting and self._running < self.threads:
@@ -195,11 +193,7 @@ _TIMERS = Timers("commhook-throttle")
 
 
 class _ClockedLink:
-    """A link in real time: a timer runs its next event when it is due.
-
-    Args:
-        bandwidth, latency, burst: as for :class:`SlowLink`.
-    """
+    """A :class:`SlowLink` in real time: a timer runs its next event when it is due."""
 
     def __init__(self, bandwidth: float, latency: float, burst: float) -> None:
         self.link = SlowLink(bandwidth, latency, burst)
@@ -216,8 +210,8 @@ class _ClockedLink:
         with self._lock:
             start = max(when, self.link.now)
             self.link.advance(start)
-            issue = group.issue if has_a_thread(traffic) else group.send
-            issue(start, messages_of(traffic), lambda _: self._ended.append(done))
+            parts, end = messages_of(traffic), lambda _: self._ended.append(done)
+            group.issue(start, parts, end, has_thread=has_a_thread(traffic))
         self._go_on()
 
     def _go_on(self) -> None:
@@ -289,29 +283,22 @@ class ThrottledProcessGroup(WrapperProcessGroup):
         threads: int | None = None,
     ) -> None:
         super().__init__(parent)
+        where = f"{type(self).__name__}:"
         for name, value in (("bandwidth", bandwidth), ("latency", latency), ("burst", burst)):
-            check_type(f"{type(self).__name__}: {name}", value, "a number", int, float)
+            check_type(f"{where} {name}", value, "a number", int, float)
         if not bandwidth > 0:
-            raise ValueError(
-                f"{type(self).__name__}: bandwidth must be above 0 bits per second, got {bandwidth}"
-            )
+            raise ValueError(f"{where} bandwidth must be above 0 bits per second, got {bandwidth}")
         for name, value, unit in (("latency", latency, "seconds"), ("burst", burst, "bytes")):
             if not 0 <= value < math.inf:
-                raise ValueError(
-                    f"{type(self).__name__}: {name} must be at least 0 {unit}, got {value}"
-                )
-        kinds = int, NoneType
-        check_type(f"{type(self).__name__}: threads", threads, "an int or None", *kinds)
+                raise ValueError(f"{where} {name} must be at least 0 {unit}, got {value}")
+        check_type(f"{where} threads", threads, "an int or None", int, NoneType)
         if threads is not None and threads < 1:
-            raise ValueError(f"{type(self).__name__}: threads must be at least 1, got {threads}")
+            raise ValueError(f"{where} threads must be at least 1, got {threads}")
         try:
-            self.bandwidth, self.latency, self.burst = (
-                float(value) for value in (bandwidth, latency, burst)
-            )
+            self.bandwidth, self.latency, self.burst = map(float, (bandwidth, latency, burst))
         except OverflowError:
-            raise ValueError(
-                f"{type(self).__name__}: bandwidth, latency and burst must fit into a float"
-            ) from None
+            contract = "bandwidth, latency and burst must fit into a float"
+            raise ValueError(f"{where} {contract}") from None
         self.threads = _threads_of(parent) if threads is None else threads
         self._use(_ClockedLink(self.bandwidth, self.latency, self.burst))
         if is_gloo_or_own(parent):
@@ -331,17 +318,12 @@ class ThrottledProcessGroup(WrapperProcessGroup):
         self, operation: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
         call = describe(operation, arguments, keywords)
-        if call is None:
-            return super().run_collective(operation, arguments, keywords)
-        tensors = [*call.inputs, *call.outputs]
-        device = tensors[0].device if tensors else torch.device("cpu")
+        device = call.tensors[0].device if call.tensors else torch.device("cpu")
         issue = super().run_collective
         work = issue_unseen(lambda: issue(operation, arguments, keywords), device)
         work = _C.as_work(work)
-        throttled = _ThrottledWork(
-            self._link, self._model, traffic_of(call, self.rank(), self.size())
-        )
-        throttled.follow(work, tensors)
+        traffic = traffic_of(call, self.rank(), self.size())
+        throttled = _ThrottledWork(self._link, self._model, traffic, work, call.tensors)
         if not isinstance(work, dist.Work):  # monitored_barrier has completed
             throttled.wait()
             return work
@@ -389,10 +371,8 @@ class _ThrottledPlace(Place):
     def _throttled(
         self, traffic: Traffic, future: torch.futures.Future[Tensor], result: Tensor
     ) -> torch.futures.Future[Tensor]:
-        throttled = _ThrottledWork(self._link, self._model, traffic)
-        work: Any = _C.as_work(future)
-        throttled.follow(work, [result])
-        return throttled.get_future()
+        work = _C.as_work(future)
+        return _ThrottledWork(self._link, self._model, traffic, work, [result]).get_future()
 
 
 #: The library's own groups run any number of collectives at once.
@@ -410,16 +390,13 @@ def _threads_of(group: dist.ProcessGroup) -> int:
 class _ThrottledWork(Work):
     """Completes when the parent's Work has completed and the link has carried its bytes."""
 
-    def __init__(self, link: _ClockedLink, model: GlooGroup, traffic: Traffic) -> None:
+    def __init__(
+        self, link: _ClockedLink, model: GlooGroup, traffic: Traffic, work: Any, tensors: Any
+    ) -> None:
         super().__init__()
         self._link, self._model, self._traffic = link, model, traffic
         self._future: torch.futures.Future[Any] = torch.futures.Future()
-        self._work: Any = None
-        self._has_future = True
-
-    def follow(self, work: Any, tensors: list[torch.Tensor]) -> None:
-        """Complete after the parent's Work, if there is one."""
-        self._work = work
+        self._work, self._has_future = work, True
         observed = on_completion(work, tensors, self._sent)
         if observed is not work:  # it reports completion only when it is waited for
             self._work, self._has_future = observed, False

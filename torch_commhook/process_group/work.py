@@ -146,33 +146,31 @@ def have_all_names(cls: type, names: list[str], method: Any) -> None:
             setattr(cls, name, method)
 
 
+def named(function: Any, owner: str, name: str) -> Any:
+    """A function with the name of a class's method, for tracebacks."""
+    function.__name__, function.__qualname__ = name, f"{owner}.{name}"
+    return function
+
+
 def called_by_cpp(function: types.FunctionType, name: str) -> Any:
     """The attribute of a class of works for a method that C++ calls too."""
     method = _C.work_method(skip_dynamo(function), name)
 
+    is_wait = name == "wait"
+    needs_timeout = is_wait and function.__code__.co_argcount - len(function.__defaults__ or ()) > 1
+
     # A function, since Dynamo loses `self` of other callables.
-    if name != "wait":
-
-        @skip_dynamo
-        @functools.wraps(function)
-        def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
-            return method(self, *arguments, **keywords)
-
-        return call
-    code = function.__code__
-    needs_timeout = code.co_argcount - len(function.__defaults__ or ()) > 1
-
     @skip_dynamo
     @functools.wraps(function)
-    def wait(self: Any, *arguments: Any, **keywords: Any) -> Any:
+    def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
         if needs_timeout and not arguments and not keywords:
             arguments = (_NO_TIMEOUT,)
         result = method(self, *arguments, **keywords)
-        if result is True and isinstance(self, _C.Work):
+        if is_wait and result is True and isinstance(self, _C.Work):
             self._mark_completed()
         return result
 
-    return wait
+    return call
 
 
 class Work(_C.Work):
@@ -231,21 +229,13 @@ def _delegate(names: list[str]) -> Any:
                 return own(*arguments)
         return getattr(super(WrapperWork, self), names[0])(*arguments)
 
-    method.__name__ = names[0]
-    method.__qualname__ = f"WrapperWork.{names[0]}"
-    return method
+    return named(method, "WrapperWork", names[0])
 
 
-def _delegate_all() -> None:
-    for names in _C.work_methods().values():
-        if names[0] in vars(WrapperWork):
-            continue
-        if any(hasattr(work, name) for work in (dist.Work, _C.Work) for name in names):
-            method = called_by_cpp(_delegate(names), names[0])
-            have_all_names(WrapperWork, names, method)
-
-
-_delegate_all()
+for _names in _C.work_methods().values():
+    _is_known = any(hasattr(work, name) for work in (dist.Work, _C.Work) for name in _names)
+    if _is_known and _names[0] not in vars(WrapperWork):
+        have_all_names(WrapperWork, _names, called_by_cpp(_delegate(_names), _names[0]))
 
 
 class FollowedWork(WrapperWork):
@@ -353,7 +343,7 @@ def on_completion(work: Any, tensors: Sequence[Tensor], done: Done) -> Any:
     Returns:
         The Work to return in its place.
     """
-    if not isinstance(work, torch.distributed.Work):
+    if not isinstance(work, dist.Work):
         done(_C.steady_seconds(), None)
         return work
     if any(tensor.device.type != "cpu" for tensor in tensors):
@@ -412,18 +402,13 @@ class _ObservedWork(WrapperWork):
 
 
 def _watch(work: Any, done: Done, pause: float = _POLL_SECONDS) -> None:
-    if not _ask(work, done):
-        longer = min(1.1 * pause, _LONGEST_PAUSE)
-        _TIMERS.call_at(_C.steady_seconds() + pause, lambda: _watch(work, done, longer))
-
-
-def _ask(work: Any, done: Done) -> bool:
-    """Whether a Work needs no more polling."""
+    """Poll a Work until it has completed."""
     try:
         if not work.is_completed():
-            return False
+            longer = min(1.1 * pause, _LONGEST_PAUSE)
+            _TIMERS.call_at(_C.steady_seconds() + pause, lambda: _watch(work, done, longer))
+            return
         error = error_of(work)
     except Exception as raised:
         error = raised
     done(_C.steady_seconds(), error)
-    return True

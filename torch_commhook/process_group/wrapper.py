@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch_commhook import _C
 from torch_commhook.collectives.gloo_groups import group_rank, is_seen_by_cpp
 from torch_commhook.process_group.base import ProcessGroup, called_by_cpp
 from torch_commhook.process_group.operations import COLLECTIVES, by_position
-from torch_commhook.process_group.work import have_all_names
+from torch_commhook.process_group.work import have_all_names, named
 from torch_commhook.wording import check_type
 
 #: Other methods that the parent handles.
@@ -32,18 +32,13 @@ _OTHERS = (
 )
 
 
-def _bindings() -> dict[str, str]:
-    """The name of each method in the installed torch: the newest name that it knows."""
-    known: dict[str, str] = {}
-    for names in _C.process_group_methods().values():
-        for name in names:
-            if hasattr(dist.ProcessGroup, name):
-                known.setdefault(names[0], name)
-    return known
-
-
-#: The name of each method in the installed torch.
-BINDINGS = _bindings()
+#: The name of each method in the installed torch: the newest name that it knows.
+BINDINGS = {
+    names[0]: name
+    for names in _C.process_group_methods().values()
+    for name in reversed(names)
+    if hasattr(dist.ProcessGroup, name)
+}
 
 
 class WrapperProcessGroup(ProcessGroup):
@@ -135,12 +130,8 @@ class WrapperProcessGroup(ProcessGroup):
 
     def _issue(self, operation: str, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
         """Start a collective by ``call()``, inside the context, and wrap its Work."""
-        around = self.context(operation, arguments)
-        if around is None:
+        with self.context(operation, arguments) or nullcontext():
             work = call()
-        else:
-            with around:
-                work = call()
         return self.wrap_work(operation, arguments, work)
 
     # Methods that torch.distributed calls beside those that C++ calls.
@@ -166,27 +157,18 @@ def seen_by_cpp(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return group if is_seen_by_cpp(group) else WrapperProcessGroup(group)
 
 
-def _collective(operation: str) -> Any:
-    def method(self: WrapperProcessGroup, *arguments: Any, **keywords: Any) -> Any:
+def _method(name: str) -> Any:
+    def collective(self: WrapperProcessGroup, *arguments: Any, **keywords: Any) -> Any:
         if keywords:
-            arguments, keywords = by_position(operation, arguments, keywords)
-        return self.run_collective(operation, arguments, keywords)
+            arguments, keywords = by_position(name, arguments, keywords)
+        return self.run_collective(name, arguments, keywords)
 
-    method.__name__ = operation
-    method.__qualname__ = f"WrapperProcessGroup.{operation}"
-    return method
-
-
-def _other(name: str) -> Any:
-    def method(self: WrapperProcessGroup, *arguments: Any, **keywords: Any) -> Any:
+    def other(self: WrapperProcessGroup, *arguments: Any, **keywords: Any) -> Any:
         return getattr(self.parent, BINDINGS[name])(*arguments, **keywords)
 
-    method.__name__ = name
-    method.__qualname__ = f"WrapperProcessGroup.{name}"
-    return method
+    return named(collective if name in COLLECTIVES else other, "WrapperProcessGroup", name)
 
 
 for _names in _C.process_group_methods().values():
     if _names[0] in BINDINGS and _names[0] in COLLECTIVES.union(_OTHERS):
-        _make = _collective if _names[0] in COLLECTIVES else _other
-        have_all_names(WrapperProcessGroup, _names, called_by_cpp(_make(_names[0]), _names[0]))
+        have_all_names(WrapperProcessGroup, _names, called_by_cpp(_method(_names[0]), _names[0]))

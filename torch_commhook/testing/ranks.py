@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _set_thread_isolation_mode  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d
 
-from torch_commhook._C import type_name
 from torch_commhook.process_group.simulated import SimulatedProcessGroup
 from torch_commhook.process_group.simulated.link import Links
 from torch_commhook.process_group.simulated.scheduler import (
@@ -24,6 +23,7 @@ from torch_commhook.process_group.simulated.scheduler import (
     Scheduler,
     current_rank,
 )
+from torch_commhook.wording import check_type
 
 # ---- a store for threads as ranks: a rank that waits for a key lets the others run ---------------
 
@@ -42,8 +42,7 @@ class _Keys(Awaited):
 class SimulatedStore(dist.Store):
     """The store of ``torch.distributed`` inside ``run_ranks``.
 
-    It works as other stores, except that a key which never appears raises a ``DeadlockError`` and
-    not a timeout.
+    For a key that never appears it raises a ``DeadlockError`` in place of a timeout.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -161,9 +160,7 @@ def _new_world() -> Any:
 def worlds_of_ranks(left: Callable[[], list[threading.Thread]]) -> Iterator[None]:
     """Give threads their own worlds inside the block.
 
-    Args:
-        left: returns the threads that still run at the end. They keep their worlds, so that they do
-            not touch groups of the process.
+    The threads that ``left()`` returns at the end keep them, and so touch no groups of the process.
     """
     process = distributed_c10d._world
     if isinstance(process, _Worlds):  # threads of an earlier run may still need it
@@ -214,17 +211,10 @@ def world_of(links: Links, store: dist.Store, rank: int, world_size: int) -> Ite
         for table in vars(type(world)).values():
             if isinstance(table, (dict, list)):
                 table.clear()
-        _forget_plans()
-
-
-def _forget_plans() -> None:
-    """Free this thread's cache of DTensor's plans.
-
-    PyTorch frees it under a mutex when the thread has ended, and releases the GIL meanwhile: two
-    threads that end at once can deadlock.
-    """
-    with _forgetting:
-        values_of_thread().pop("__DTensor_fastpath_thread_cache_cleanup", None)
+        # PyTorch frees the thread's cache of DTensor's plans under a mutex when the thread has
+        # ended, and releases the GIL meanwhile: two threads that end at once can deadlock.
+        with _forgetting:
+            values_of_thread().pop("__DTensor_fastpath_thread_cache_cleanup", None)
 
 
 def values_of_thread() -> dict[Any, Any]:
@@ -303,7 +293,12 @@ def run_ranks(
         >>> run_ranks(total, 8)
         [28.0, 28.0, 28.0, 28.0, 28.0, 28.0, 28.0, 28.0]
     """
-    _check_arguments(fn, world_size, seed, timeout)
+    check_type("run_ranks: fn", fn, "callable", Callable)
+    for name, value in (("world_size", world_size), ("seed", seed)):
+        check_type(f"run_ranks: {name}", value, "an int", int)
+    if world_size < 1:
+        raise ValueError(f"run_ranks: world_size must be at least 1, got {world_size}")
+    check_timeout("run_ranks", timeout)
     return run_with_links(lambda rank, _: fn(rank, *args), world_size, seed, timeout)[0]
 
 
@@ -316,30 +311,24 @@ def run_with_links(
     if not _one_run.acquire(blocking=False):
         raise RuntimeError("run_ranks: another thread is running run_ranks; wait until it ends")
     try:
-        return _run(fn, world_size, seed, timeout)
+        scheduler = Scheduler(world_size, seed, timeout)
+        links = Links(scheduler)
+        store = SimulatedStore(scheduler)
+
+        def run_rank(rank: int) -> Result:
+            # Backward of CUDA tensors stays on the rank's own thread, too.
+            with (
+                torch.autograd.set_multithreading_enabled(False),
+                world_of(links, store, rank, world_size),
+            ):
+                return fn(rank, links)
+
+        with worlds_of_ranks(scheduler.threads):
+            scheduler.run(run_rank)
+        _raise_failure(scheduler)
+        return [rank.result for rank in scheduler.ranks], links
     finally:
         _one_run.release()
-
-
-def _run(
-    fn: Callable[[int, Links], Result], world_size: int, seed: int, timeout: float
-) -> tuple[list[Result], Links]:
-    scheduler = Scheduler(world_size, seed, timeout)
-    links = Links(scheduler)
-    store = SimulatedStore(scheduler)
-
-    def run_rank(rank: int) -> Result:
-        # Backward of CUDA tensors stays on the rank's own thread, too.
-        with (
-            torch.autograd.set_multithreading_enabled(False),
-            world_of(links, store, rank, world_size),
-        ):
-            return fn(rank, links)
-
-    with worlds_of_ranks(scheduler.threads):
-        scheduler.run(run_rank)
-    _raise_failure(scheduler)
-    return [rank.result for rank in scheduler.ranks], links
 
 
 def _raise_failure(scheduler: Scheduler) -> None:
@@ -361,17 +350,6 @@ def _raise_failure(scheduler: Scheduler) -> None:
         elif type(error) is type(failure) and error.args == failure.args:
             raise error  # with the traceback of the rank
     raise failure
-
-
-def _check_arguments(fn: object, world_size: object, seed: object, timeout: object) -> None:
-    if not callable(fn):
-        raise TypeError(f"run_ranks: fn must be callable, got {type_name(fn)}")
-    for name, value in (("world_size", world_size), ("seed", seed)):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"run_ranks: {name} must be an int, got {type_name(value)}")
-    if world_size < 1:  # type: ignore[operator]
-        raise ValueError(f"run_ranks: world_size must be at least 1, got {world_size}")
-    check_timeout("run_ranks", timeout)
 
 
 def check_timeout(function: str, timeout: object) -> None:

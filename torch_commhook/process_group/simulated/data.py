@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_commhook._C import type_name
 from torch_commhook.process_group import operations
+from torch_commhook.wording import check_type
 
 # ---- the results of simulated collectives --------------------------------------------------------
 #
@@ -40,12 +40,7 @@ _PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class Reduction:
-    """A reduce operation of a collective's options.
-
-    Attributes:
-        name: such as ``SUM``.
-        factor: the factor of ``PREMUL_SUM``, which multiplies each tensor first.
-    """
+    """A reduce operation; each tensor is first multiplied by the factor of ``PREMUL_SUM``."""
 
     def __init__(self, op: Any) -> None:
         kind = getattr(op, "op", op)  # a ReduceOp, or its enumeration
@@ -116,12 +111,12 @@ def broadcast(calls: Sequence[Call]) -> Results:
 
 
 def all_gather(calls: Sequence[Call]) -> Results:
-    """The tensors of each rank one after another, for all ranks."""
+    """Give each rank the tensors of all ranks."""
     return [[tensor.clone() for call in calls for tensor in call.inputs]] * len(calls)
 
 
 def all_gather_single(calls: Sequence[Call]) -> Results:
-    """For each tensor those of all ranks in one, for all ranks."""
+    """Give each rank the tensors of all ranks in one tensor."""
     gathered = [_cat(tensors) for tensors in zip(*(call.inputs for call in calls), strict=True)]
     return [gathered] * len(calls)
 
@@ -129,6 +124,7 @@ def all_gather_single(calls: Sequence[Call]) -> Results:
 def for_root(collective: Collective) -> Collective:
     """A collective whose results only the root gets."""
 
+    @functools.wraps(collective)
     def run(calls: Sequence[Call]) -> Results:
         return [
             values if rank == calls[0].root else [] for rank, values in enumerate(collective(calls))
@@ -143,18 +139,18 @@ gather_single = for_root(all_gather_single)
 
 
 def scatter(calls: Sequence[Call]) -> Results:
-    """For each rank its tensor of the root's."""
+    """Give each rank its tensor of the root's."""
     return [[piece.clone()] for piece in calls[calls[0].root].inputs]
 
 
 def reduce_scatter(calls: Sequence[Call]) -> Results:
-    """For each rank the reduction of its tensors on all ranks."""
+    """Reduce one tensor for each rank."""
     pieces = zip(*(call.inputs for call in calls), strict=True)
     return [[reduce_tensors(tensors, calls[0].reduction)] for tensors in pieces]
 
 
 def reduce_scatter_single(calls: Sequence[Call]) -> Results:
-    """For each tensor, each rank's share of the reduction."""
+    """Reduce tensors and give each rank its share."""
     totals = all_reduce(calls)[0]
     shares = [total.reshape(len(calls), total.numel() // len(calls)) for total in totals]
     return [[share[rank] for share in shares] for rank in range(len(calls))]
@@ -169,11 +165,6 @@ def all_to_all_single(calls: Sequence[Call]) -> Results:
     """For each rank, the rows that all ranks have for it."""
     pieces = [call.inputs[0].split(call.splits) for call in calls]
     return [[_cat([of_one[rank] for of_one in pieces])] for rank in range(len(calls))]
-
-
-def barrier(calls: Sequence[Call]) -> Results:
-    """Nothing, for all ranks."""
-    return [[] for _ in calls]
 
 
 def _cat(tensors: Sequence[Tensor]) -> Tensor:
@@ -216,18 +207,11 @@ class Call(operations.Call):
 def tensors_of(
     operation: str, name: str, value: Any, *, count: int | None = None, sparse: bool = False
 ) -> list[Tensor]:
-    """The tensors of an argument; a single tensor counts as a list of one.
-
-    Raises:
-        TypeError: a value is not a tensor, or a tensor is sparse.
-        ValueError: there are more or fewer tensors.
-    """
+    """The tensors of an argument; a single tensor counts as a list of one."""
     tensors = [value] if isinstance(value, Tensor) else value
-    if not isinstance(tensors, (list, tuple)):
-        raise TypeError(f"{operation}: {name} must be a list of tensors, got {type_name(value)}")
+    check_type(f"{operation}: {name}", tensors, "a list of tensors", list, tuple)
     for tensor in tensors:
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{operation}: {name} must be tensors, got {type_name(tensor)}")
+        check_type(f"{operation}: {name}", tensor, "tensors", Tensor)
         if tensor.layout is not torch.strided and not (
             sparse and tensor.layout is torch.sparse_coo
         ):
@@ -269,15 +253,10 @@ def check_times(
 
 
 def reduction_of(operation: str, opts: Any, tensors: Sequence[Tensor]) -> Reduction:
-    """The reduction of options, or of an operation in their place.
-
-    Raises:
-        TypeError: neither is given.
-        ValueError: the tensors' dtype or layout does not support it.
-    """
+    """The reduction of options, or of an operation in their place."""
     op = getattr(opts, "reduceOp", dist.ReduceOp.SUM if opts is None else opts)
-    if not isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
-        raise TypeError(f"{operation}: op must be a ReduceOp, got {type_name(op)}")
+    kinds = dist.ReduceOp, dist.ReduceOp.RedOpType
+    check_type(f"{operation}: op", op, "a ReduceOp", *kinds)
     reduction = Reduction(op)
     for tensor in tensors:
         if pairwise(reduction.name, tensor.dtype) is None:
@@ -296,25 +275,15 @@ def root_of(operation: str, opts: Any, size: int) -> int:
 
 
 def peer_of(operation: str, name: str, rank: Any, size: int) -> int:
-    """Check a rank of the group, and return it.
-
-    Raises:
-        TypeError: it is not an int.
-        ValueError: it is not a rank of the group.
-    """
-    if not isinstance(rank, int) or isinstance(rank, bool):
-        raise TypeError(f"{operation}: {name} must be a rank, got {type_name(rank)}")
+    """Check a rank of the group, and return it."""
+    check_type(f"{operation}: {name}", rank, "a rank", int)
     if not 0 <= rank < size:
         raise ValueError(f"{operation}: {name} must be a rank below {size}, got {rank}")
-    return rank
+    return int(rank)
 
 
 def split_sizes(operation: str, name: str, tensor: Tensor, splits: Any, ranks: int) -> list[int]:
-    """The number of a tensor's rows for each rank; equal shares for None or an empty list.
-
-    Raises:
-        ValueError: they do not add up to the tensor's rows.
-    """
+    """The number of a tensor's rows for each rank; equal shares for None or an empty list."""
     if not tensor.dim():
         raise ValueError(f"{operation}: {name} must have at least one dimension, got shape []")
     rows = tensor.shape[0]

@@ -10,25 +10,23 @@ from typing import Any
 from torch import Tensor
 
 from torch_commhook.process_group.base import ProcessGroup
+from torch_commhook.process_group.operations import by_position
 from torch_commhook.process_group.simulated import data
-from torch_commhook.process_group.simulated.data import (
-    Call,
-    Reduction,
-    check_like,
-    check_times,
-    dtype_name,
-    only_list,
-    peer_of,
-    reduction_of,
-    root_of,
-    signature,
-    split_sizes,
-    tensors_of,
-    text_of,
-)
 from torch_commhook.process_group.simulated.link import CoalescedWork, Link, SimulatedWork
+from torch_commhook.process_group.work import named
 
 Tensors = list[Tensor]
+
+
+def _collective(operation: str, run: data.Collective) -> Any:
+    """The method for a collective with a share of each rank on one side."""
+
+    def method(self: SimulatedProcessGroup, *arguments: Any, **keywords: Any) -> SimulatedWork:
+        arguments, keywords = by_position(operation, arguments, keywords)
+        return self._share(run, operation, *arguments, **keywords)
+
+    method.__doc__ = run.__doc__
+    return named(method, "SimulatedProcessGroup", operation)
 
 
 class SimulatedProcessGroup(ProcessGroup):
@@ -95,9 +93,7 @@ class SimulatedProcessGroup(ProcessGroup):
         """Accept no more collectives."""
         self._is_shut_down = True
 
-    def abort(self) -> None:
-        """Same as :meth:`shutdown`."""
-        self.shutdown()
+    abort = shutdown
 
     # ---- issuing ---------------------------------------------------------------------------------
 
@@ -108,32 +104,61 @@ class SimulatedProcessGroup(ProcessGroup):
         inputs: Tensors,
         outputs: Tensors,
         *,
-        reduction: Reduction | None = None,
+        reduction: data.Reduction | None = None,
         root: int = -1,
     ) -> SimulatedWork:
-        """Issue a collective whose tensors all ranks have in the same sizes.
-
-        Args:
-            run: computes the results.
-            operation: the name of the method.
-            inputs, outputs: the tensors that are read and written.
-            reduction: the reduction, if there is one.
-            root: the root's rank in the group, if there is one.
-        """
+        """Issue a collective whose tensors all ranks have in the same sizes."""
         shared = outputs if operation == "scatter" else inputs  # all ranks give these
 
         def text() -> str:
             reduced = "" if reduction is None else f", {reduction}"
             if root < 0:
-                return f"{text_of(shared)}{reduced}"
+                return f"{data.text_of(shared)}{reduced}"
             way = "from" if operation in ("broadcast", "scatter") else "to"
-            return f"{text_of(shared)}{reduced}{reduced[:1]} {way} {self._named(root)}"
+            return f"{data.text_of(shared)}{reduced}{reduced[:1]} {way} {self._named(root)}"
 
-        key = operation, signature(shared), None if reduction is None else reduction.name, root
-        call = Call(operation, None, inputs, outputs, root, key=key, text=text, reduction=reduction)
+        key = operation, data.signature(shared), str(reduction), root
+        call = data.Call(
+            operation, None, inputs, outputs, root, key=key, text=text, reduction=reduction
+        )
         return self._join(call, run)
 
-    def _join(self, call: Call, run: data.Collective) -> SimulatedWork:
+    def _share(
+        self,
+        run: data.Collective,
+        operation: str,
+        outputs: Any,
+        inputs: Any,
+        opts: Any = None,
+        timeout: Any = None,
+    ) -> SimulatedWork:
+        """Issue a collective with all ranks' shares on one side, of the root or of all ranks.
+
+        A ``_single`` has the shares in one tensor; other collectives have a tensor for each.
+        """
+        if operation.endswith("_single"):
+            outputs, inputs = [outputs], [inputs]
+        is_single = "_single" in operation
+        sides = {"inputs": inputs, "outputs": outputs}
+        small, large = sides if "gather" in operation else reversed(sides)
+        shares = data.tensors_of(operation, small, sides[small], count=None if is_single else 1)
+        has_root = operation in ("gather", "gather_single", "scatter")
+        root = data.root_of(operation, opts, self._size) if has_root else -1
+        whole: Tensors = []
+        if root in (-1, self._rank) and is_single:
+            whole = data.tensors_of(operation, large, sides[large], count=len(shares))
+            data.check_times(operation, large, whole, shares, self._size)
+        elif root in (-1, self._rank):
+            whole = data.tensors_of(
+                operation, large, data.only_list(sides[large]), count=self._size
+            )
+            data.check_like(operation, large, whole, shares[0])
+        sides = {small: shares, large: whole}
+        reduces = operation.startswith("reduce")
+        reduction = data.reduction_of(operation, opts, whole) if reduces else None
+        return self._issue(run, operation, **sides, reduction=reduction, root=root)
+
+    def _join(self, call: data.Call, run: data.Collective) -> SimulatedWork:
         if self._is_shut_down:
             raise RuntimeError(f"{call.operation}: {self._link} has been destroyed")
         return self._noted(self._link.join(self._rank, call, run))
@@ -157,8 +182,8 @@ class SimulatedProcessGroup(ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> SimulatedWork:
         """Reduce one tensor, which may be sparse for a sum."""
-        tensors = tensors_of("allreduce", "tensors", tensors, count=1, sparse=True)
-        reduction = reduction_of("allreduce", opts, tensors)
+        tensors = data.tensors_of("allreduce", "tensors", tensors, count=1, sparse=True)
+        reduction = data.reduction_of("allreduce", opts, tensors)
         return self._issue(data.all_reduce, "allreduce", tensors, tensors, reduction=reduction)
 
     def allreduce_coalesced(
@@ -166,70 +191,40 @@ class SimulatedProcessGroup(ProcessGroup):
     ) -> SimulatedWork:
         """Reduce several tensors."""
         operation = "allreduce_coalesced"
-        tensors = tensors_of(operation, "tensors", tensors)
-        reduction = reduction_of(operation, opts, tensors)
+        tensors = data.tensors_of(operation, "tensors", tensors)
+        reduction = data.reduction_of(operation, opts, tensors)
         return self._issue(data.all_reduce, operation, tensors, tensors, reduction=reduction)
 
     def reduce(
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None
     ) -> SimulatedWork:
         """Reduce one tensor for the root; the others' tensors stay unchanged."""
-        tensors = tensors_of("reduce", "tensors", tensors, count=1)
+        tensors = data.tensors_of("reduce", "tensors", tensors, count=1)
         # In the short form, options are the root.
-        reduction = reduction_of("reduce", op if isinstance(opts, int) else opts, tensors)
-        root = root_of("reduce", opts, self._size)
+        reduction = data.reduction_of("reduce", op if isinstance(opts, int) else opts, tensors)
+        root = data.root_of("reduce", opts, self._size)
         return self._issue(data.reduce, "reduce", tensors, tensors, reduction=reduction, root=root)
 
-    def reduce_scatter(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
-    ) -> SimulatedWork:
-        """Reduce one tensor for each rank."""
-        operation = "reduce_scatter"
-        outputs = tensors_of(operation, "outputs", outputs, count=1)
-        inputs = tensors_of(operation, "inputs", only_list(inputs), count=self._size)
-        check_like(operation, "inputs", inputs, outputs[0])
-        reduction = reduction_of(operation, opts, inputs)
-        return self._issue(data.reduce_scatter, operation, inputs, outputs, reduction=reduction)
-
-    def reduce_scatter_single(
-        self, output: Any, input: Any, opts: Any = None, timeout: Any = None
-    ) -> SimulatedWork:
-        """Reduce a tensor and give each rank its share."""
-        return self._reduce_shares("reduce_scatter_single", [output], [input], opts)
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
-    ) -> SimulatedWork:
-        """The same for several tensors."""
-        return self._reduce_shares("reduce_scatter_single_coalesced", outputs, inputs, opts)
-
-    def _reduce_shares(self, operation: str, outputs: Any, inputs: Any, opts: Any) -> SimulatedWork:
-        outputs = tensors_of(operation, "outputs", outputs)
-        inputs = tensors_of(operation, "inputs", inputs, count=len(outputs))
-        check_times(operation, "inputs", inputs, outputs, self._size)
-        reduction = reduction_of(operation, opts, inputs)
-        run = data.reduce_scatter_single
-        return self._issue(run, operation, inputs, outputs, reduction=reduction)
+    reduce_scatter = _collective("reduce_scatter", data.reduce_scatter)
+    reduce_scatter_single = _collective("reduce_scatter_single", data.reduce_scatter_single)
+    reduce_scatter_single_coalesced = _collective(
+        "reduce_scatter_single_coalesced", data.reduce_scatter_single
+    )
 
     # ---- from all ranks to all -------------------------------------------------------------------
 
-    def allgather(  # type: ignore[override]
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
-    ) -> SimulatedWork:
-        """Give each rank the tensors of all ranks."""
-        inputs = tensors_of("allgather", "inputs", inputs, count=1)
-        outputs = tensors_of("allgather", "outputs", only_list(outputs), count=self._size)
-        check_like("allgather", "outputs", outputs, inputs[0])
-        return self._issue(data.all_gather, "allgather", inputs, outputs)
+    allgather = _collective("allgather", data.all_gather)
+    all_gather_single = _collective("all_gather_single", data.all_gather_single)
+    all_gather_single_coalesced = _collective("all_gather_single_coalesced", data.all_gather_single)
 
     def allgather_coalesced(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> SimulatedWork:
         """Give each rank all tensors: ``outputs[rank][i]`` is that rank's ``inputs[i]``."""
         operation = "allgather_coalesced"
-        inputs = tensors_of(operation, "inputs", inputs)
+        inputs = data.tensors_of(operation, "inputs", inputs)
         lists = [
-            tensors_of(operation, f"outputs[{i}]", tensors, count=len(inputs))
+            data.tensors_of(operation, f"outputs[{i}]", tensors, count=len(inputs))
             for i, tensors in enumerate(outputs)
         ]
         if len(lists) != self._size:
@@ -239,34 +234,16 @@ class SimulatedProcessGroup(ProcessGroup):
             )
         for tensors in lists:
             for i, tensor in enumerate(tensors):
-                check_like(operation, "outputs", [tensor], inputs[i])
+                data.check_like(operation, "outputs", [tensor], inputs[i])
         flat = [tensor for tensors in lists for tensor in tensors]
         return self._issue(data.all_gather, operation, inputs, flat)
-
-    def all_gather_single(
-        self, output: Any, input: Any, opts: Any = None, timeout: Any = None
-    ) -> SimulatedWork:
-        """Give each rank the tensors of all ranks in one tensor."""
-        return self._gather_in_one("all_gather_single", [output], [input])
-
-    def all_gather_single_coalesced(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
-    ) -> SimulatedWork:
-        """The same for several tensors."""
-        return self._gather_in_one("all_gather_single_coalesced", outputs, inputs)
-
-    def _gather_in_one(self, operation: str, outputs: Any, inputs: Any) -> SimulatedWork:
-        inputs = tensors_of(operation, "inputs", inputs)
-        outputs = tensors_of(operation, "outputs", outputs, count=len(inputs))
-        check_times(operation, "outputs", outputs, inputs, self._size)
-        return self._issue(data.all_gather_single, operation, inputs, outputs)
 
     def alltoall(  # type: ignore[override]
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> SimulatedWork:
         """Send a tensor to each rank, and receive one from each."""
-        outputs = tensors_of("alltoall", "outputs", outputs, count=self._size)
-        inputs = tensors_of("alltoall", "inputs", inputs, count=self._size)
+        outputs = data.tensors_of("alltoall", "outputs", outputs, count=self._size)
+        inputs = data.tensors_of("alltoall", "inputs", inputs, count=self._size)
         gets, sends = ([tensor.numel() for tensor in each] for each in (outputs, inputs))
         return self._exchange(data.all_to_all, "alltoall", outputs, inputs, gets, sends)
 
@@ -281,15 +258,15 @@ class SimulatedProcessGroup(ProcessGroup):
     ) -> SimulatedWork:
         """Send rows of a tensor to each rank, and receive rows from each."""
         operation = "all_to_all_single"
-        outputs = tensors_of(operation, "output", output, count=1)
-        inputs = tensors_of(operation, "input", input, count=1)
-        gets = split_sizes(operation, "output", outputs[0], output_splits, self._size)
-        sends = split_sizes(operation, "input", inputs[0], input_splits, self._size)
+        outputs = data.tensors_of(operation, "output", output, count=1)
+        inputs = data.tensors_of(operation, "input", input, count=1)
+        gets = data.split_sizes(operation, "output", outputs[0], output_splits, self._size)
+        sends = data.split_sizes(operation, "input", inputs[0], input_splits, self._size)
         row, got = (math.prod(tensor.shape[1:]) for tensor in (inputs[0], outputs[0]))
         if row != got:
             raise ValueError(
                 f"{operation}: output must have rows of {row} elements, as input has, got "
-                f"{text_of(outputs)}"
+                f"{data.text_of(outputs)}"
             )
         return self._exchange(data.all_to_all_single, operation, outputs, inputs, gets, sends, row)
 
@@ -303,22 +280,17 @@ class SimulatedProcessGroup(ProcessGroup):
         sends: list[int],
         row: int = 1,
     ) -> SimulatedWork:
-        """Issue an all-to-all.
-
-        Args:
-            gets, sends: the number of rows from each rank, and for each rank.
-            row: the number of elements of a row.
-        """
+        """Issue an all-to-all of rows of ``row`` elements."""
         if sends[self._rank] != gets[self._rank]:
             raise ValueError(
                 f"{operation}: input_splits must be {gets[self._rank]} for rank {self._rank} "
                 f"itself, as output_splits, got {sends}"
             )
-        dtypes = sorted({dtype_name(tensor.dtype) for tensor in (*inputs, *outputs)})
+        dtypes = sorted({data.dtype_name(tensor.dtype) for tensor in (*inputs, *outputs)})
         if len(dtypes) > 1:
             raise ValueError(f"{operation}: tensors must be of one dtype, got {', '.join(dtypes)}")
         rows = f", rows of {row}" if row != 1 else ""
-        call = Call(
+        call = data.Call(
             operation,
             None,
             inputs,
@@ -334,57 +306,26 @@ class SimulatedProcessGroup(ProcessGroup):
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> SimulatedWork:
         """Give all ranks the root's tensor."""
-        tensors = tensors_of("broadcast", "tensors", tensors, count=1)
-        root = root_of("broadcast", opts, self._size)
+        tensors = data.tensors_of("broadcast", "tensors", tensors, count=1)
+        root = data.root_of("broadcast", opts, self._size)
         return self._issue(data.broadcast, "broadcast", tensors, tensors, root=root)
 
-    def gather(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
-    ) -> SimulatedWork:
-        """Give the root the tensors of all ranks."""
-        inputs = tensors_of("gather", "inputs", inputs, count=1)
-        root = root_of("gather", opts, self._size)
-        given: Tensors = []
-        if self._rank == root:
-            given = tensors_of("gather", "outputs", only_list(outputs), count=self._size)
-            check_like("gather", "outputs", given, inputs[0])
-        return self._issue(data.gather, "gather", inputs, given, root=root)
-
-    def gather_single(
-        self, output: Any, input: Any, opts: Any = None, timeout: Any = None
-    ) -> SimulatedWork:
-        """Give the root the tensors of all ranks in one tensor."""
-        operation = "gather_single"
-        inputs = tensors_of(operation, "input", input, count=1)
-        root = root_of(operation, opts, self._size)
-        outputs: Tensors = []
-        if self._rank == root:
-            outputs = tensors_of(operation, "output", output, count=1)
-            check_times(operation, "output", outputs, inputs, self._size)
-        return self._issue(data.gather_single, operation, inputs, outputs, root=root)
-
-    def scatter(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
-    ) -> SimulatedWork:
-        """Give each rank its tensor of the root's."""
-        outputs = tensors_of("scatter", "outputs", outputs, count=1)
-        root = root_of("scatter", opts, self._size)
-        given: Tensors = []
-        if self._rank == root:
-            given = tensors_of("scatter", "inputs", only_list(inputs), count=self._size)
-            check_like("scatter", "inputs", given, outputs[0])
-        return self._issue(data.scatter, "scatter", given, outputs, root=root)
+    gather = _collective("gather", data.gather)
+    gather_single = _collective("gather_single", data.gather_single)
+    scatter = _collective("scatter", data.scatter)
 
     # ---- messages --------------------------------------------------------------------------------
 
     def send(self, tensors: Any, destination: int, tag: int = 0) -> SimulatedWork:
         """Send a tensor; complete when it has been received."""
-        peer = peer_of("send", "destination", destination, self._size)
+        peer = data.peer_of("send", "destination", destination, self._size)
         return self._message("send", tensors, peer, tag)
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> SimulatedWork:
         """Receive a tensor."""
-        return self._message("recv", tensors, peer_of("recv", "source", source, self._size), tag)
+        return self._message(
+            "recv", tensors, data.peer_of("recv", "source", source, self._size), tag
+        )
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> SimulatedWork:
         """Receive a tensor from any rank; the Work reports the rank."""
@@ -392,18 +333,18 @@ class SimulatedProcessGroup(ProcessGroup):
 
     def _message(self, operation: str, tensors: Any, peer: int, tag: int) -> SimulatedWork:
         """Issue a send or a receive; a peer of -1 is any rank."""
-        tensors = tensors_of(operation, "tensors", tensors, count=1)
+        tensors = data.tensors_of(operation, "tensors", tensors, count=1)
         inputs, outputs = (tensors, []) if operation == "send" else ([], tensors)
         word = "to" if operation == "send" else "from"
         who = "any rank" if peer < 0 else self._named(peer)
-        call = Call(
+        call = data.Call(
             operation,
             None,
             inputs,
             outputs,
             peer,
-            key=signature(tensors),
-            text=lambda: f"{text_of(tensors)} {word} {who}, tag {tag}",
+            key=data.signature(tensors),
+            text=lambda: f"{data.text_of(tensors)} {word} {who}, tag {tag}",
         )
         return self._noted(self._link.message(self._rank, call, tag))
 
@@ -411,11 +352,11 @@ class SimulatedProcessGroup(ProcessGroup):
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> SimulatedWork:  # type: ignore[override]
         """Complete when all ranks have reached the barrier."""
-        return self._issue(data.barrier, "barrier", [], [])
+        return self._issue(data.all_gather, "barrier", [], [])  # of no tensors
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Wait until all ranks have reached the barrier. A DeadlockError names the others."""
-        self._issue(data.barrier, "monitored_barrier", [], []).wait()
+        self._issue(data.all_gather, "monitored_barrier", [], []).wait()
 
     def start_coalescing(self, device: Any = None) -> None:
         """Combine all following operations into one Work."""
@@ -438,7 +379,7 @@ class SimulatedProcessGroup(ProcessGroup):
         device_types: Any = None,
     ) -> SimulatedProcessGroup | None:
         """Return a group of some ranks; all of these must call it. None for other ranks."""
-        members = [peer_of("split_group", "ranks", rank, self._size) for rank in ranks]
+        members = [data.peer_of("split_group", "ranks", rank, self._size) for rank in ranks]
         self._splits += 1
         if self._rank not in members:
             return None

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_commhook.native.runtime import skip_dynamo
 from torch_commhook.process_group.operations import Traffic, traffic_of
 from torch_commhook.process_group.simulated.data import Call, Collective, write
-from torch_commhook.process_group.simulated.scheduler import Awaited, Rank, Scheduler
+from torch_commhook.process_group.simulated.scheduler import ASKS, Awaited, Rank, Scheduler
 from torch_commhook.process_group.work import Work
 
 # ---- the Work of simulated collectives -----------------------------------------------------------
@@ -94,7 +94,7 @@ class SimulatedWork(_WaitedFor, Awaited):
             if self.is_done:
                 self.deliver()
         if rank is not None:
-            self._link.scheduler.ask(rank, self)
+            self._link.scheduler.wait(rank, self, ASKS)
         return self._future
 
     def _is_done_elsewhere(self) -> bool:
@@ -211,16 +211,11 @@ class _Message:
 
 
 class Link:
-    """The ranks of one group.
-
-    Args:
-        links: the groups of the run, with its scheduler.
-        name: the group's name.
-        members: the rank in the run of each of the group's ranks.
-    """
+    """The ranks of one group; ``members`` has the rank in the run of each."""
 
     def __init__(self, links: Links, name: str, members: Sequence[int]) -> None:
         self.links = links
+        self.scheduler = links.scheduler
         self.name = name
         self.members = members
         self.sequence = [0] * len(members)
@@ -228,10 +223,6 @@ class Link:
         # For each collective that some ranks have reached, their works, in the order of arrival.
         self._reached: dict[int, dict[int, SimulatedWork]] = {}
         self._messages: list[_Message] = []  # without a counterpart
-
-    @property
-    def scheduler(self) -> Scheduler:
-        return self.links.scheduler
 
     def __str__(self) -> str:
         return f"group '{self.name}'"
@@ -249,11 +240,7 @@ class Link:
     # ---- collectives -----------------------------------------------------------------------------
 
     def join(self, rank: int, call: Call, run: Collective) -> SimulatedWork:
-        """Enter one rank's next collective; the last rank carries it out.
-
-        Raises:
-            MismatchedCollectiveError: another rank has entered a different one.
-        """
+        """Enter one rank's next collective; the last rank carries it out."""
         number = self.sequence[rank] + 1
         me, work = self._begin(rank, call, number)
         self.sequence[rank] = number
@@ -271,21 +258,17 @@ class Link:
 
     def _carry_out(self, number: int, works: list[SimulatedWork], run: Collective) -> None:
         calls = [work.call for work in works]
-        self._check_splits(number, calls)
+        if calls[0].splits:
+            for sender, sent in enumerate(calls):
+                for receiver, received in enumerate(calls):
+                    if sent.splits[receiver] != received.gets[sender]:
+                        self._mismatch(number, (sender, sent), (receiver, received))
         with torch.no_grad():
             for call, values in zip(calls, run(calls), strict=True):
                 for output, value in zip(call.outputs, values, strict=False):
                     write(output, value)
         for work in works:
             self.scheduler.complete(work)
-
-    def _check_splits(self, number: int, calls: Sequence[Call]) -> None:
-        if not calls[0].splits:
-            return
-        for sender, sent in enumerate(calls):
-            for receiver, received in enumerate(calls):
-                if sent.splits[receiver] != received.gets[sender]:
-                    self._mismatch(number, (sender, sent), (receiver, received))
 
     def _mismatch(self, number: int | None, one: tuple[int, Call], other: tuple[int, Call]) -> None:
         numbered = "" if number is None else f"collective {number} "

@@ -203,17 +203,22 @@ class Scheduler:
         self._hand_over(rank, self._ready)
         self._resume(rank)
 
-    def wait(self, rank: Rank, awaited: Awaited) -> None:
+    def wait(self, rank: Rank, awaited: Awaited, state: str = WAITS) -> None:
         """Let others run until the awaited event has happened.
 
-        Raises:
-            DeadlockError: it never will.
-        """
-        self._block(rank, awaited, WAITS)
+        In the state ``ASKS``, also until no rank can continue.
 
-    def ask(self, rank: Rank, awaited: Awaited) -> None:
-        """Let others run until the awaited event has happened, or until none can continue."""
-        self._block(rank, awaited, ASKS)
+        Raises:
+            DeadlockError: it never will happen; not in the state ``ASKS``.
+        """
+        if not awaited.is_done:
+            with self._lock:
+                rank.awaited, rank.state = awaited, state
+                self._ready.remove(rank)
+                self._progress += 1
+                self._idle_polls = 0
+            self._hand_over(rank, self._ready)
+        self._resume(rank)
 
     def poll(self, rank: Rank, awaited: Awaited) -> bool:
         """Whether the awaited event has happened; if not, others run first."""
@@ -249,16 +254,6 @@ class Scheduler:
             self._fail(error)
         self._let_go()
 
-    def _block(self, rank: Rank, awaited: Awaited, state: str) -> None:
-        if not awaited.is_done:
-            with self._lock:
-                rank.awaited, rank.state = awaited, state
-                self._ready.remove(rank)
-                self._progress += 1
-                self._idle_polls = 0
-            self._hand_over(rank, self._ready)
-        self._resume(rank)
-
     def _hand_over(self, rank: Rank, among: list[Rank]) -> None:
         with self._lock:
             chosen = self._choose(among)
@@ -285,13 +280,9 @@ class Scheduler:
         rank.baton.acquire()
 
     def _raise_failure(self, rank: Rank) -> None:
-        failure = self.failure
-        if failure is None:
-            return
-        rank.inside = False
-        if isinstance(failure, RunEndedError):
-            raise RunEndedError(*failure.args)
-        raise type(failure)(*failure.args)  # each rank needs its own traceback
+        if self.failure is not None:
+            rank.inside = False
+            raise type(self.failure)(*self.failure.args)  # each rank needs its own traceback
 
     # ---- the choice ------------------------------------------------------------------------------
 
