@@ -33,8 +33,8 @@ from torch_commhook.planning.model import (
     square_shapes,
     unwrap_hook,
 )
-from torch_commhook.planning.wire import PAYLOAD
 from torch_commhook.step.attached_hook import Attached
+from torch_commhook.step.link import PAYLOAD
 from torch_commhook.testing import run_ranks
 
 # ---- recommends a hook: the mildest one that is clearly faster than all milder ones --------------

@@ -18,17 +18,9 @@ from torch import nn
 from torch_commhook.attachment.attaching import attach
 from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.hooks.expressions import parse_hook
-from torch_commhook.planning.link import (
-    MOST_BYTES,
-    CodecSpeed,
-    CollectiveTime,
-    HookTime,
-    LinkFigures,
-    Message,
-    measure_figures,
-)
+from torch_commhook.planning.link_file import CodecSpeed, CollectiveTime, HookTime, Message
 from torch_commhook.planning.model import MOST_MEASURED, unwrap_hook
-from torch_commhook.planning.wire import Wire
+from torch_commhook.step.link import MOST_BYTES, Link, Wire, measure
 from torch_commhook.wording import one_line
 
 # ---- times calls that all ranks of bench do together ---------------------------------------------
@@ -49,8 +41,8 @@ def timed(call: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - begun
 
 
-def slowest(values: Sequence[float], device: torch.device) -> list[float]:
-    """The element-wise maximum of the ranks' values, on all ranks."""
+def slowest(*values: float, device: torch.device) -> list[float]:
+    """The maximum over the ranks of each number, on all ranks."""
     shared = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(shared, op=dist.ReduceOp.MAX)
     found: list[float] = shared.tolist()
@@ -59,7 +51,7 @@ def slowest(values: Sequence[float], device: torch.device) -> list[float]:
 
 def median_within(
     measure: Callable[[], Sequence[float]],
-    shared: Callable[[list[float]], list[float]],
+    largest: Callable[..., list[float]],
     seconds: float,
     least: int,
     most: int,
@@ -68,7 +60,7 @@ def median_within(
 
     Args:
         measure: returns the times of one repetition, whose mean counts.
-        shared: returns the element-wise maximum of the ranks' values.
+        largest: returns the maximum over the ranks of each given number.
         seconds: the approximate time of all repetitions.
         least: the fewest repetitions.
         most: the most repetitions.
@@ -76,7 +68,7 @@ def median_within(
     begun = time.perf_counter()
     found: list[float] = []
     while len(found) < most:
-        *took, elapsed = shared([*measure(), time.perf_counter() - begun])
+        *took, elapsed = largest(*measure(), time.perf_counter() - begun)
         found.append(statistics.fmean(took))
         if len(found) >= least and elapsed > seconds:
             break
@@ -326,7 +318,7 @@ class LinkPart:
         left_out: the reason for each size in bytes that was not measured.
     """
 
-    figures: LinkFigures
+    figures: Link
     messages: list[Message]
     left_out: dict[int, str]
 
@@ -334,7 +326,7 @@ class LinkPart:
 def measure_link_part(wire: Wire, seconds: float) -> LinkPart:
     """Measure the link, and messages of 1 KiB to 64 MiB in both directions at once."""
     begun = time.perf_counter()
-    figures = measure_figures(wire, seconds * _FIGURES)
+    figures = measure(wire, seconds * _FIGURES)
     left = seconds - float(wire.shared(time.perf_counter() - begun).max())
     messages, left_out = [], {}
     for number, size in enumerate(LINK_SIZES):
@@ -355,12 +347,7 @@ def measure_link_part(wire: Wire, seconds: float) -> LinkPart:
 
 def _median(wire: Wire, nbytes: int, seconds: float) -> float:
     """The median time in seconds in which each rank sends a message, on the slowest rank."""
-
-    def shared(values: list[float]) -> list[float]:
-        found: list[float] = wire.shared(*values).amax(0).tolist()
-        return found
-
     wire.seconds(nbytes)  # allocates memory, and lets TCP adapt
     return median_within(
-        lambda: [wire.seconds(nbytes)], shared, seconds, _LEAST_OF_A_SIZE, _MOST_OF_A_SIZE
+        lambda: [wire.seconds(nbytes)], wire.largest, seconds, _LEAST_OF_A_SIZE, _MOST_OF_A_SIZE
     )
