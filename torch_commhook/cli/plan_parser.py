@@ -147,13 +147,7 @@ class Subject:
         return self.make is not None and self.inputs is not None
 
     def compute_seconds(self, optimizer: str) -> float:
-        """Measure a step of a runnable model on this machine, without communication.
-
-        Args:
-            optimizer: ``adamw`` or ``sgd``.
-
-        Returns:
-            Its time in seconds.
+        """Measure the seconds of a runnable model's step on this machine, without communication.
 
         Raises:
             ModelError: the model fails when it is made or run.

@@ -168,13 +168,8 @@ def _shown(found: object) -> str:
 def _object(found: dict[str, Any], kind: Any, prefix: str) -> Any:
     """An object of a file, as one of the classes above.
 
-    Args:
-        found: the object.
-        kind: the class.
-        prefix: the beginning of the names of its values, in errors.
-
-    Raises:
-        _WrongError: a value is missing, or of another kind than the class's annotation.
+    Raises _WrongError if a value is missing, or of another kind than the class's annotation. Errors
+    begin with ``prefix``.
     """
     kinds = get_type_hints(kind)
     values = {}

@@ -381,9 +381,7 @@ def step_seconds(
 ) -> float:
     """The time of a step in seconds. Buckets travel while the backward computes the next ones.
 
-    Args:
-        measured: the figures of :func:`measure`.
-        bits_per_second, compute_seconds, buckets, delay_seconds: as for :func:`plan`.
+    The arguments are those of :func:`plan`.
     """
     elements = sum(buckets)
     shares = [size / elements for size in buckets]

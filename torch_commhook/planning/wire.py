@@ -101,11 +101,7 @@ def round_trips(
     *,
     is_ddp: bool = False,
 ) -> float:
-    """The number of consecutive round trips in a step, if all buckets are full at the same time.
-
-    Args:
-        chains, agreement, shares, is_ddp: as for :func:`through_seconds`.
-    """
+    """The number of consecutive round trips in a step whose buckets are full at one time."""
     return through_seconds(
         chains,
         agreement,

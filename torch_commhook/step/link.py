@@ -382,9 +382,7 @@ def measure(wire: Wire, seconds: float = SECONDS) -> Link:
 def measure_briefly(wire: Wire, connect: Callable[[], object]) -> Link:
     """The measurements of ``attach``: nothing on one machine, and no rates of a near link.
 
-    Args:
-        wire: the ranks.
-        connect: gives large messages of the group :data:`MANY` connections from then on.
+    ``connect`` gives large messages of the group :data:`MANY` connections from then on.
     """
     if _is_local(wire):
         return Link(0.0)
@@ -406,13 +404,9 @@ def _is_local(wire: Wire) -> bool:
 def measure_round_trip(wire: Wire, seconds: float, *, is_brief: bool = False) -> float:
     """The longest round trip between two ranks, in seconds.
 
-    For each pair of ranks it is the shortest of several tries. Among many ranks, each one is
-    measured with two others.
-
-    Args:
-        wire: the ranks.
-        seconds: the time after which no try begins, except the first few.
-        is_brief: whether rank 0 is measured with all others at once instead.
+    For each pair of ranks it is the shortest of several tries, of which all but the first few begin
+    within ``seconds``. Among many ranks, each one is measured with two others. With ``is_brief``
+    rank 0 is measured with all others at once instead.
     """
     begun = time.perf_counter()
     trips: list[tuple[int, tuple[int, ...]]] = [(0, tuple(range(1, wire.ranks)))]
@@ -590,10 +584,7 @@ _log = logging.getLogger(__name__)
 
 
 def check_connections(count: object) -> None:
-    """Check a number of connections.
-
-    Args:
-        count: the user's argument; None is valid.
+    """Check a user's number of connections; None is valid.
 
     Raises:
         TypeError, ValueError: it is not an int, or not in [1, :data:`MOST`].
@@ -626,9 +617,8 @@ class MoreConnections:
     def connect(self, own: ConnectedGroup, store: dist.Store) -> None:
         """Give large messages of a group :attr:`count` connections. All of its ranks call this.
 
-        Args:
-            own: the group. Among more than 16 ranks, only a count that was given is used.
-            store: a store in which nobody else uses the group's name.
+        Nobody else uses the group's name in ``store``. Among more than 16 ranks, only a count that
+        was given is used.
         """
         group = own.group
 
