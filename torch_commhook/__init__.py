@@ -34,9 +34,9 @@ from torch_commhook.native.runtime import (
     parse_hook_result,
     run_hook,
 )
-from torch_commhook.planning.link import MeasuredLink, measure_link
 from torch_commhook.process_group import ProcessGroup, Work, broadcast_coalesced
 from torch_commhook.step.connected_group import PeerError
+from torch_commhook.step.link import MeasuredLink, measure_link
 
 __all__ = [
     "BucketLayout",

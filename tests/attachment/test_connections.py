@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from on_ranks import on_processes
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -16,7 +16,7 @@ from torch_commhook import HookHandle, PeerError, attach, hooks
 from torch_commhook.collectives import gloo_groups, wire
 from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.step import link as links
-from torch_commhook.step.link import MANY, measure_link
+from torch_commhook.step.link import MANY, measure_briefly
 from torch_commhook.testing import run_ranks
 
 WIDTH = 600  # 1.4 MiB of gradients
@@ -190,34 +190,79 @@ def test_a_number_without_an_effect_is_a_warning() -> None:
 # ---- how many ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("several", "connections"), [(0.04, MANY), (0.06, 1)])
-@on_processes
-def test_the_rates_of_a_long_link(rank: int, several: float, connections: int) -> None:
-    """A link of 10 ms and 1 Gbit/s, on which connections have so many seconds for a message."""
-    made: list[bool] = []
+class MadeUpWire(links.Wire):
+    """A link of 10 ms whose connections carry so many bytes per second each, and in all."""
 
-    def seconds_of(group: dist.ProcessGroup, nbytes: int) -> float:
-        return several if made else 0.0175 * nbytes / (1 << 20)
+    def __init__(self, of_each: float, in_all: float, ranks: int = 2) -> None:
+        self.ranks, self.device = ranks, torch.device("cpu")
+        self.distances = range(1, ranks)
+        self.of_each, self.in_all = of_each, in_all
+        self.connections = 1
+        self.flows: list[float] = []
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(links, "_is_local", lambda group: False)
-        patch.setattr(links, "_echo", lambda group: 0.01)
-        patch.setattr(links, "_seconds_of", seconds_of)
-        link = measure_link(dist.group.WORLD, lambda: made.append(True))
-    assert link.connections == connections
-    if connections == MANY:  # 4 MiB take 60 ms and more, which is six round trips
-        assert len(made) == 1
-        assert link.round_trip == pytest.approx(0.01)
-        assert link.rate == pytest.approx(8 * (4 << 20) / 0.06)
-        assert link.rate_of_many == pytest.approx(8 * (4 << 20) / 0.03)
+    def connect(self) -> None:
+        self.connections = MANY
+
+    def trip(self, first: int, others: Sequence[int], quiet_seconds: float) -> float:
+        return 0.01
+
+    def arrivals(self, nbytes: int, count: int) -> list[float]:
+        assert count % (self.ranks - 1) == 0  # equally many to each
+        rate = min(self.connections * (self.ranks - 1) * self.of_each, self.in_all)
+        self.flows.append(nbytes * count / rate)
+        return [0.005 + nbytes * (number + 1) / rate for number in range(count)]
+
+    def shared(self, *values: float) -> Tensor:
+        return torch.tensor([values] * self.ranks, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("ranks", [2, 5, 16])
+@pytest.mark.parametrize(("in_all", "connections"), [(1.2, 1), (1.4, MANY), (100.0, MANY)])
+def test_the_rates_of_a_long_link(
+    in_all: float, connections: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "_is_local", lambda wire: False)
+    of_each = 1e6
+    carried = [(ranks - 1) * of_each * share for share in (1, min(in_all, MANY))]
+    wire = MadeUpWire(of_each, in_all * carried[0], ranks)
+    link = measure_briefly(wire, wire.connect)
+    assert (link.connections, wire.connections) == (connections, MANY)
+    assert link.round_trip == 0.01
+    assert [link.rates[count] * links.PAYLOAD / 8 for count in (1, MANY)] == pytest.approx(carried)
+    assert max(wire.flows) < 0.5
 
 
 @on_processes
 def test_no_rate_is_measured_of_a_near_link(rank: int) -> None:
     made: list[bool] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(links, "_is_local", lambda group: False)
+        patch.setattr(links, "_is_local", lambda wire: False)
         patch.setattr(links, "_FAR_SECONDS", 3600.0)
-        link = measure_link(dist.group.WORLD, lambda: made.append(True))
+        link = measure_briefly(links.Wire(to_all=True), lambda: made.append(True))
     assert 0 < link.round_trip < 60
-    assert (link.rate, link.connections) == (None, 1)
+    assert (link.rates, link.connections, made) == ({}, 1, [])
+
+
+@on_processes
+def test_nothing_is_measured_on_one_machine(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(links, "measure_round_trip", None)
+        assert measure_briefly(links.Wire(), lambda: None) == links.Link(0.0)
+
+
+@on_processes
+def test_rates_of_real_ranks(rank: int) -> None:
+    """The group that attach makes has more connections from then on, and sums as before."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(links, "_is_local", lambda wire: False)
+        patch.setattr(links, "_FAR_SECONDS", 0.0)
+        patch.setattr(links, "_LEAST_GAIN", 0.0)
+        model = _net()
+        handle = attach(model, hooks.allreduce())
+        grads = _step(model, rank)
+    group = handle._road._group
+    link = group.connections.link(group.group)
+    assert link is not None and set(link.rates) == {1, MANY}
+    assert _rails(handle) == [MANY]
+    means = [sum(of_ranks) / 2 for of_ranks in zip(_step(_net(), 0), _step(_net(), 1), strict=True)]
+    torch.testing.assert_close(grads, means)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,8 @@ from torch_commhook.cli.bench.measurements import LINK_SIZES, LinkPart, measure_
 from torch_commhook.cli.bench.options import BASELINE, PARTS, parse_options
 from torch_commhook.cli.launch_environment import LaunchEnvironment
 from torch_commhook.planning import LinkFile, MeasuredLink
-from torch_commhook.planning.link import CollectiveTime, HookTime, LinkFigures, Message
-from torch_commhook.planning.wire import Wire
+from torch_commhook.planning.link_file import CollectiveTime, HookTime, Message
+from torch_commhook.step.link import Link, Wire
 
 MODEL = """
 import torch
@@ -141,12 +142,12 @@ class MadeUpWire(Wire):
 
     def __init__(self, ranks: int = 2) -> None:
         self.ranks, self.group = ranks, dist.ProcessGroup(0, ranks)
-        self.device = torch.device("cpu")
+        self.device, self.distances = torch.device("cpu"), [1]
 
     def seconds(self, nbytes: int) -> float:
         return 0.01 + nbytes * (self.ranks - 1) / 1e6
 
-    def trip(self, first: int, second: int, quiet_seconds: float) -> float:
+    def trip(self, first: int, others: Sequence[int], quiet_seconds: float) -> float:
         return 0.01
 
     def arrivals(self, nbytes: int, count: int) -> list[float]:
@@ -191,7 +192,7 @@ FILE = LinkFile(
 
 
 def test_the_table_of_a_link() -> None:
-    figures = LinkFigures(0.05, {1: 90e6, 4: 200e6})
+    figures = Link(0.05, {1: 90e6, 4: 200e6})
     part = LinkPart(figures, FILE.messages, {1 << 26: "one takes about 2.7 s; give more --seconds"})
     assert rank.link_text(part, 3).splitlines() == [
         "link: 200.0 Mbit/s each way with headers, round trip 50.00 ms",

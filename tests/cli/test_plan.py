@@ -16,7 +16,7 @@ from torch_commhook.cli.bench.options import parse_options
 from torch_commhook.cli.main import main
 from torch_commhook.cli.plan_advice import Loss, advise, judge, judge_row
 from torch_commhook.cli.plan_parser import (
-    build_parser,
+    PlanOptions,
     format_count,
     format_rate,
     format_seconds,
@@ -336,7 +336,7 @@ def test_defaults_do_no_harm() -> None:
 
 
 def test_bench_measures_the_hooks_that_plan_compares() -> None:
-    optimizer = build_parser().parse_args([]).optimizer
+    optimizer = PlanOptions().optimizer
     assert parse_options(["--elements", "10k"]).hooks == DEFAULT_HOOKS[optimizer]
 
 

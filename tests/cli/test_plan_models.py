@@ -22,7 +22,7 @@ from torch_commhook.cli.plan_parser import (
 )
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.planning import HookError, LinkFile, MeasuredLink, Model, Parameter
-from torch_commhook.planning.link import HookTime
+from torch_commhook.planning.link_file import HookTime
 from torch_commhook.planning.model import measure_step
 
 MODELS = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +18,20 @@ from wire_ranks import WireRanks
 from torch_commhook import MeasuredLink, measure_link
 from torch_commhook.collectives.gloo_groups import state_of
 from torch_commhook.planning import LinkFile
-from torch_commhook.planning import wire as planning_wire
-from torch_commhook.planning.link import (
-    CodecSpeed,
-    CollectiveTime,
+from torch_commhook.planning.link_file import CodecSpeed, CollectiveTime, HookTime, Message
+from torch_commhook.process_group import ThrottledProcessGroup
+from torch_commhook.step import link as step_link
+from torch_commhook.step.link import (
     Flow,
-    HookTime,
-    LinkFigures,
-    Message,
+    Link,
+    Wire,
     is_steady,
-    measure_figures,
+    measure,
     measure_rate,
     measure_round_trip,
     pairs_of,
     steady_rate,
 )
-from torch_commhook.planning.wire import Wire
-from torch_commhook.process_group import ThrottledProcessGroup
-from torch_commhook.step import link as step_link
 from torch_commhook.testing import run_ranks
 
 PAYLOAD = 1448 / 1514
@@ -107,9 +104,9 @@ class MadeUpWire(Wire):
     def __init__(self, delay: float, ranks: int = 2, slow_flows: int = 0) -> None:
         self.ranks, self.delay, self.slow_flows = ranks, delay, slow_flows
         self.device = torch.device("cpu")
-        self.flows = 0
+        self.flows, self.distances = 0, [1]
 
-    def trip(self, first: int, second: int, quiet_seconds: float) -> float:
+    def trip(self, first: int, others: Sequence[int], quiet_seconds: float) -> float:
         return 2 * self.delay
 
     def arrivals(self, nbytes: int, count: int) -> list[float]:
@@ -154,9 +151,9 @@ class FarWire(MadeUpWire):
         super().__init__(0.001, 3)
         self.tries = 0
 
-    def trip(self, first: int, second: int, quiet_seconds: float) -> float:
+    def trip(self, first: int, others: Sequence[int], quiet_seconds: float) -> float:
         self.tries += 1
-        return (0.05 if 2 in (first, second) else 0.002) * (1 + self.tries % 2)
+        return (0.05 if 2 in (first, *others) else 0.002) * (1 + self.tries % 2)
 
 
 def test_a_round_trip_is_that_of_the_two_farthest_ranks() -> None:
@@ -187,7 +184,7 @@ def test_a_round_trip_is_the_least(delay: float) -> None:
 def test_a_round_trip_is_twice_the_way(apart: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """However far apart ranks begin."""
     # torch.distributed does not know these groups.
-    monkeypatch.setattr(planning_wire, "resolve_group", lambda group: group)
+    monkeypatch.setattr(step_link, "resolve_group", lambda group: group)
     delay = 0.02
     world = WireRanks(2, delay=delay)
 
@@ -195,7 +192,8 @@ def test_a_round_trip_is_twice_the_way(apart: float, monkeypatch: pytest.MonkeyP
         group = world.groups[rank]
         state_of(group).own_backend = world.backends[rank]
         time.sleep(apart * rank)
-        return measure_round_trip(Wire(group), 0.1), step_link._round_trip(group)
+        wire = Wire(group)
+        return measure_round_trip(wire, 0.1), measure_round_trip(wire, 0.0, is_brief=True)
 
     for found in world.each(run):
         assert min(found) >= 2 * delay
@@ -208,9 +206,9 @@ def test_a_round_trip_is_twice_the_way(apart: float, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(("many", "connections"), [(1.2e8, 1), (1.4e8, 4), (None, 1)])
 def test_a_link_has_the_connections_that_attach_takes(many: float | None, connections: int) -> None:
     rates = {1: 1e8} if many is None else {1: 1e8, 4: many}
-    figures = LinkFigures(0.05, rates)
+    figures = Link(0.05, rates)
     assert figures.connections == connections
-    assert figures.link == MeasuredLink(rates[connections], 0.025)
+    assert figures.measured == MeasuredLink(rates[connections], 0.025)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +234,7 @@ def test_one_rank_has_no_link(rank: int) -> None:
 @pytest.mark.parametrize("seconds", [0, -1.0, math.nan, math.inf])
 def test_seconds_are_positive(seconds: float) -> None:
     with pytest.raises(ValueError, match=r"^measure_link: seconds must be positive and finite"):
-        measure_figures(MadeUpWire(0.001), seconds)
+        measure(MadeUpWire(0.001), seconds)
 
 
 def test_all_ranks_get_the_same_link() -> None:
@@ -252,8 +250,8 @@ def test_all_ranks_get_the_same_link() -> None:
 @pytest.mark.parametrize(("rate", "delay"), [(20e6, 0.0), (20e6, 0.025)])
 def test_a_throttled_link(rank: int, rate: float, delay: float) -> None:
     group = ThrottledProcessGroup(dist.group.WORLD, bandwidth=rate, latency=delay)
-    figures = measure_figures(Wire(group), 1.0)
-    link = figures.link
+    figures = measure(Wire(group), 1.0)
+    link = figures.measured
     assert of_all_ranks((link, figures.connections)) == [(link, 1)] * 2
     # A busy machine makes a link slower, and never faster: the group does not count headers.
     assert rate / PAYLOAD * 0.5 < link.bits_per_second < rate / PAYLOAD * 1.1
@@ -263,8 +261,8 @@ def test_a_throttled_link(rank: int, rate: float, delay: float) -> None:
 @on_processes
 def test_more_connections_are_tried_and_go_again(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch_commhook.planning.link._FAR_SECONDS", 0.0)
-        found = measure_figures(Wire(), 0.2)
+        patch.setattr("torch_commhook.step.link._FAR_SECONDS", 0.0)
+        found = measure(Wire(), 0.2)
     total = torch.ones(4)
     dist.all_reduce(total)  # the group is as it was
     assert (list(found.rates), int(total[0])) == ([1, 4], 2)

@@ -22,7 +22,7 @@ from torch_commhook.planning import (
     measure,
     plan,
 )
-from torch_commhook.planning.link import HookTime
+from torch_commhook.planning.link_file import HookTime
 from torch_commhook.planning.measured import with_bench_times
 from torch_commhook.planning.model import measure_pass, unwrap_hook
 from torch_commhook.testing import run_ranks, simulate

@@ -24,7 +24,7 @@ from torch_commhook.planning.formulas import (
     count_messages,
     formula_of,
 )
-from torch_commhook.planning.model import gradients_of
+from torch_commhook.planning.model import random_gradients, square_shapes
 from torch_commhook.planning.wire import agreement_of
 from torch_commhook.process_group.operations import Traffic
 from torch_commhook.process_group.simulated.link import Issued
@@ -233,7 +233,7 @@ def _with_numbered_groups(issued: Any) -> list[tuple[int, Any]]:
 )
 @pytest.mark.filterwarnings("ignore:.*take more bytes than cast")
 def test_formulas_are_what_simulated_ranks_do(text: str, ranks: int) -> None:
-    gradients = [gradients_of(ELEMENTS, ELEMENTS) for _ in range(ranks)]
+    gradients = [random_gradients(square_shapes(ELEMENTS, ELEMENTS)) for _ in range(ranks)]
     found = simulate(parse_hook(text), gradients, steps=2, timeout=600)
     formula = _formula(text, ranks)
     assert _with_numbered_groups(formula.chains[0]) == _with_numbered_groups(found.issued)

@@ -191,7 +191,7 @@ attach(model, hooks.blockwise())
 model(torch.ones(1, 4)).sum().backward()
 (group,) = [each for each in by_name.values() if isinstance(each, StepGroup)]
 link = group.connections.link(group.group)
-print("link", link.connections, link.round_trip, link.rate / 1e6, link.rate_of_many / 1e6)
+print("link", link.connections, link.round_trip, link.rates[1] / 1e6, link.rates[4] / 1e6)
 dist.barrier()
 dist.destroy_process_group()
 """

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import textwrap
@@ -17,7 +16,8 @@ from typing import Any
 import torch
 
 from torch_commhook.cli import plan_advice
-from torch_commhook.cli.outputs import OutputError, check_picture
+from torch_commhook.cli.option_types import OptionError, of_option
+from torch_commhook.cli.outputs import check_picture
 from torch_commhook.cli.plan_advice import (
     Advice,
     Layout,
@@ -30,14 +30,15 @@ from torch_commhook.cli.plan_advice import (
 from torch_commhook.cli.plan_advice import Cost as ShardedCost
 from torch_commhook.cli.plan_parser import (
     ModelError,
+    PlanOptions,
     Subject,
-    build_parser,
     format_count,
     format_rate,
     format_seconds,
     model_of_factory,
     model_of_shapes,
     model_of_size,
+    parse_options,
     train_transformer,
 )
 from torch_commhook.cli.report import format_bytes, line_styles
@@ -45,7 +46,6 @@ from torch_commhook.cli.train_config import (
     DEFAULT_HOOKS,
     DEFAULT_REPLICA_HOOKS,
     DEFAULT_SHARD_HOOKS,
-    ShardedOptionError,
     TrainConfig,
     resolve_sharded,
 )
@@ -70,16 +70,9 @@ def draw_rates(
     asked: float,
     title: str,
 ) -> None:
-    """Write a PNG with a line for each hook.
+    """Write a PNG with a line for each hook, and a vertical line at the rate ``asked``.
 
-    Args:
-        path: the path of the picture.
-        seconds: the time of a step with each hook, in seconds, at each of :data:`RATES`.
-        asked: the rate of the table. A vertical line marks it.
-        title: the title of the picture.
-
-    Raises:
-        OSError: the file can't be written.
+    ``seconds`` has the time of a step with each hook, at each of :data:`RATES`.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -148,13 +141,7 @@ class Question:
     optimizer: str
 
     def sentence(self, spread: str = "", link: str = "", step: str = "") -> str:
-        """The question in one sentence.
-
-        Args:
-            spread: the distribution of the model, after the ranks.
-            link: more about the link, after its rate.
-            step: more about the step, after its time.
-        """
+        """The question in one sentence, with more about the ranks, the link and the step."""
         ranks = f"{self.world} ranks" + (f" on {self.nodes} nodes" if self.nodes else "")
         name = f" ({self.name})" if self.name else ""
         wire = format_rate(self.bits_per_second)
@@ -173,13 +160,7 @@ class Question:
 
 
 def text_of(advice: Advice, question: str, table: Sequence[str]) -> str:
-    """The text that ``plan`` prints.
-
-    Args:
-        advice: the recommended hook, and warnings.
-        question: the question in one sentence.
-        table: the lines of the table.
-    """
+    """The text that ``plan`` prints: the advice, the question, the table, and warnings."""
     warnings = [_wrapped(f"Warning: {each}") for each in advice.warnings]
     return "\n".join([_wrapped(advice.reason), "", question, *table, *warnings])
 
@@ -279,24 +260,11 @@ def _times(cost: Row, optimizer: str, *, is_first: bool) -> list[str]:
 _PLAIN = "allreduce()"
 #: The fields of a cost that ``--json`` omits: the single collectives of a step.
 _CALLS = ("issued", "agreement", "members", "beside")
-_OPTIONS_OF_DDP = ("delay", "nodes")
-
-
-class PlanError(ValueError):
-    """The options do not describe a step that can be planned. The message is one sentence."""
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """The result of a plan.
-
-    Attributes:
-        costs: the cost of each hook, the plain all-reduce first.
-        advice: the recommended hook.
-        question: the question in one sentence.
-        table: the lines of the table.
-        costs_at: computes the costs over a link of another rate, in bits per second.
-    """
+    """The result of a plan. ``costs_at`` computes the costs over a link of another rate."""
 
     costs: Sequence[Row]
     advice: Advice
@@ -307,23 +275,23 @@ class _Answer:
 
 def main(argv: Sequence[str]) -> int:
     """Run ``plan argv``; see :func:`torch_commhook.cli.main.main`."""
-    options = build_parser().parse_args(argv)
+    options = parse_options(argv)
     torch.set_num_threads(options.threads)
     try:
         _check_plot(options)
-        _world(options)
+        world = _world(options)
         subject = _subject(options)
-        layout = _layout(options, subject)
+        layout = _layout(options, world, subject)
         hooks = _hooks(options, layout)
         _announce(options, subject, hooks)
-        question = _question(options, subject)
+        question = _question(options, world, subject)
         if layout is None:
             answer = _of_ddp(options, question, hooks)
         else:
             answer = _of_shards(options, question, hooks, layout)
         if options.plot is not None:
-            _draw(options, question, answer)
-    except (HookExpressionError, HookError, ShardedOptionError, ModelError, PlanError) as error:
+            _draw(options.plot, question, answer)
+    except (HookExpressionError, HookError, ModelError, OptionError) as error:
         print(f"commhook plan: error: {error}", file=sys.stderr)
         return 2
     if options.json:
@@ -350,19 +318,16 @@ def _plain(question: Question, answer: _Answer) -> dict[str, Any]:
     }
 
 
-def _check_plot(options: argparse.Namespace) -> None:
-    """Raise PlanError if ``--plot`` is given and its picture can't be drawn or written."""
-    if options.plot is None:
-        return
-    try:
-        check_picture(options.plot)
-    except OutputError as error:
-        raise PlanError(f"argument --plot: {error}") from error
-    if not options.plot.parent.is_dir():
-        raise PlanError(f"argument --plot: there is no folder {options.plot.parent}")
+def _check_plot(options: PlanOptions) -> None:
+    """Raise OptionError if ``--plot`` is given and its picture can't be drawn or written."""
+    if options.plot is not None:
+        with of_option("--plot"):
+            check_picture(options.plot)
+            if not options.plot.parent.is_dir():
+                raise ValueError(f"there is no folder {options.plot.parent}")
 
 
-def _announce(options: argparse.Namespace, subject: Subject, hooks: Sequence[str]) -> None:
+def _announce(options: PlanOptions, subject: Subject, hooks: Sequence[str]) -> None:
     """Announce the measurements on stderr, because they may take minutes."""
     measured = [pluralize(len(hooks), "hook")]
     if options.compute_ms is None:
@@ -378,16 +343,10 @@ def _announce(options: argparse.Namespace, subject: Subject, hooks: Sequence[str
 # ---- the question --------------------------------------------------------------------------------
 
 
-def _subject(options: argparse.Namespace) -> Subject:
-    """The model that the options name.
-
-    Raises:
-        ModelError: the model can't be built or read.
-        PlanError: ``--input`` is given without ``--model``, or the time of a step is neither given
-            nor can be measured.
-    """
+def _subject(options: PlanOptions) -> Subject:
+    """The model that the options name."""
     if options.input is not None and options.model is None:
-        raise PlanError("argument --input: needs --model MODULE:FACTORY")
+        raise OptionError("argument --input: needs --model MODULE:FACTORY")
     if options.model is not None:
         subject = model_of_factory(options.model, options.input)
     elif options.shapes is not None:
@@ -397,7 +356,7 @@ def _subject(options: argparse.Namespace) -> Subject:
     else:
         subject = train_transformer()
     if options.compute_ms is None and not subject.is_runnable:
-        raise PlanError(
+        raise OptionError(
             "argument --compute-ms: how long does a step take without communication? Give it in "
             "ms, or give --model with --input SHAPE to measure it on this machine; 0 compares the "
             "communication alone"
@@ -405,72 +364,62 @@ def _subject(options: argparse.Namespace) -> Subject:
     return subject
 
 
-def _question(options: argparse.Namespace, subject: Subject) -> Question:
-    """The question that the options ask. Measures a step of the model unless its time is given.
-
-    Raises:
-        ModelError: the step fails.
-    """
-    is_measured = options.compute_ms is None
-    link = options.link
+def _question(options: PlanOptions, world: int, subject: Subject) -> Question:
+    """The question that the options ask. Measures a step of the model unless its time is given."""
+    given, link = options.compute_ms, options.link.link
     return Question(
         model=subject.model,
         name=subject.name,
-        world=_world(options),
+        world=world,
         nodes=options.nodes,
         connections=options.connections,
         bits_per_second=link.bits_per_second,
         delay_seconds=link.delay_seconds if options.delay is None else options.delay / 1e3,
-        link_file=link.path,
+        link_file=options.link.path,
         compute_seconds=(
-            subject.compute_seconds(options.optimizer) if is_measured else options.compute_ms / 1e3
+            subject.compute_seconds(options.optimizer) if given is None else given / 1e3
         ),
-        is_measured=is_measured,
+        is_measured=given is None,
         threads=options.threads,
         optimizer=options.optimizer,
     )
 
 
-def _world(options: argparse.Namespace) -> int:
-    """The number of ranks: from ``--world``, the link's file or the default of ``train``.
-
-    Raises:
-        PlanError: there is only one rank.
-    """
-    world: int = options.world or options.link.ranks or TrainConfig().ranks
+def _world(options: PlanOptions) -> int:
+    """The number of ranks: from ``--world``, the link's file or the default of ``train``."""
+    file = options.link.file
+    world = options.world or (TrainConfig().ranks if file is None else file.ranks)
     if world == 1:
-        raise PlanError("argument --world: one rank sends nothing; give all ranks that train")
+        raise OptionError("argument --world: one rank sends nothing; give all ranks that train")
     return world
 
 
-def _layout(options: argparse.Namespace, subject: Subject) -> plan_advice.Layout | None:
-    """The layout of a sharded model; None if each rank has the whole model.
-
-    Raises:
-        ShardedOptionError: options contradict each other.
-    """
-    world = _world(options)
+def _layout(options: PlanOptions, world: int, subject: Subject) -> plan_advice.Layout | None:
+    """The layout of a sharded model; None if each rank has the whole model."""
     named = ("parallel", "bucket_cap_mb", "shards", "shard_hook", "weights")
     given = {name: getattr(options, name) for name in named}
     given = {name: value for name, value in given.items() if value is not None}
     config = resolve_sharded(TrainConfig(ranks=world, **given), given)
     if config.parallel == "ddp":
         if options.nodes is not None and world % options.nodes:
-            raise ShardedOptionError(
+            raise OptionError(
                 f"argument --nodes: must divide the {world} ranks, got {options.nodes}"
             )
         return None
-    used = [name for name in _OPTIONS_OF_DDP if getattr(options, name)]
-    if options.connections > 1:
-        used.append("connections")
+    of_ddp = {
+        "delay": options.delay,
+        "nodes": options.nodes,
+        "connections": options.connections > 1,
+    }
+    used = [name for name, is_given in of_ddp.items() if is_given]
     if used:
-        raise ShardedOptionError(f"argument --{used[0]}: is for --parallel ddp alone")
+        raise OptionError(f"argument --{used[0]}: is for --parallel ddp alone")
     shards = config.shard_ranks
     after = {"yes": shards, "no": 1}.get(options.reshard_after_forward)
     if after is None:
         after = int(options.reshard_after_forward)
         if shards % after:
-            raise ShardedOptionError(
+            raise OptionError(
                 f"argument --reshard-after-forward: must be yes, no or a number that divides the "
                 f"{shards} shards, got {after}"
             )
@@ -478,12 +427,8 @@ def _layout(options: argparse.Namespace, subject: Subject) -> plan_advice.Layout
     return plan_advice.Layout(subject.model.elements, shards, replicas, after)
 
 
-def _hooks(options: argparse.Namespace, layout: plan_advice.Layout | None) -> list[str]:
-    """The hooks to compare, each once, the plain all-reduce first.
-
-    Raises:
-        HookExpressionError: a text names no hook.
-    """
+def _hooks(options: PlanOptions, layout: plan_advice.Layout | None) -> list[str]:
+    """The hooks to compare, each once, the plain all-reduce first."""
     default = DEFAULT_HOOKS
     if layout is not None:
         default = DEFAULT_SHARD_HOOKS if layout.replicas is None else DEFAULT_REPLICA_HOOKS
@@ -502,7 +447,7 @@ def _is_plain(text: str) -> bool:
 # ---- the answer ----------------------------------------------------------------------------------
 
 
-def _of_ddp(options: argparse.Namespace, question: Question, hooks: Sequence[str]) -> _Answer:
+def _of_ddp(options: PlanOptions, question: Question, hooks: Sequence[str]) -> _Answer:
     caps = options.bucket_cap_mb or BUCKET_CAPS_MB
     measured = measure(
         hooks,
@@ -540,7 +485,7 @@ def _of_ddp(options: argparse.Namespace, question: Question, hooks: Sequence[str
 
 
 def _of_shards(
-    options: argparse.Namespace,
+    options: PlanOptions,
     question: Question,
     hooks: Sequence[str],
     layout: plan_advice.Layout,
@@ -572,18 +517,14 @@ def _of_shards(
     )
 
 
-def _draw(options: argparse.Namespace, question: Question, answer: _Answer) -> None:
+def _draw(plot: Path, question: Question, answer: _Answer) -> None:
     at_rates = [answer.costs_at(rate) for rate in RATES]
     seconds = {
         costs[0].hook: [cost.step_seconds for cost in costs]
         for costs in zip(*at_rates, strict=True)
     }
+    title = f"A step over links of different rates, otherwise as given: {answer.question}"
     try:
-        draw_rates(
-            options.plot,
-            seconds,
-            asked=question.bits_per_second,
-            title=f"A step over links of different rates, otherwise as given: {answer.question}",
-        )
+        draw_rates(plot, seconds, asked=question.bits_per_second, title=title)
     except OSError as error:
-        raise PlanError(f"argument --plot: {options.plot} can't be written: {error}") from error
+        raise OptionError(f"argument --plot: {plot} can't be written: {error}") from error

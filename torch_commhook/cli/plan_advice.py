@@ -25,16 +25,16 @@ from torch_commhook.planning.model import (
     MOST_MEASURED,
     HookError,
     counted_elements,
-    gradients_of,
     measure_pass,
     measure_seconds,
     median_seconds,
+    random_gradients,
     record_traffic,
     square_shapes,
     unwrap_hook,
 )
-from torch_commhook.planning.wire import PAYLOAD
 from torch_commhook.step.attached_hook import Attached
+from torch_commhook.step.link import PAYLOAD
 from torch_commhook.testing import run_ranks
 
 # ---- recommends a hook: the mildest one that is clearly faster than all milder ones --------------
@@ -111,12 +111,7 @@ _FORGETS = "most of each gradient is lost, and never sent later: use error_feedb
 
 
 def judge(text: str, optimizer: str) -> Verdict:
-    """The known effect of a hook on the loss.
-
-    Args:
-        text: the hook, as ``train`` takes it.
-        optimizer: ``adamw`` or ``sgd``.
-    """
+    """The known effect of a hook, as ``train`` takes it, on the loss under an optimizer."""
     if is_file_reference(text):  # parsing it would run the user's file again
         return Verdict(Loss.UNKNOWN)
     hook = parse_hook(text)
@@ -186,12 +181,9 @@ class Advice:
 
 
 def advise(rows: Sequence[Row], compute_seconds: float, optimizer: str) -> Advice:
-    """Recommend one of some hooks.
+    """Recommend one of some hooks, of which the first is the plain all-reduce.
 
-    Args:
-        rows: the hooks, the plain all-reduce first.
-        compute_seconds: the time of a step without communication.
-        optimizer: ``adamw`` or ``sgd``.
+    ``compute_seconds`` is the time of a step without communication.
     """
     verdicts = {row.hook: judge_row(row.hook, optimizer) for row in rows}
     plain = rows[0]
@@ -216,12 +208,7 @@ def advise(rows: Sequence[Row], compute_seconds: float, optimizer: str) -> Advic
 
 
 def judge_row(label: str, optimizer: str) -> Verdict:
-    """The worse verdict of a row's hook and of its ``shard_hook``.
-
-    Args:
-        label: the text of the row: a hook, and possibly a ``shard_hook`` and ``weights``.
-        optimizer: ``adamw`` or ``sgd``.
-    """
+    """The worse verdict of a row's hook and of the ``shard_hook`` in its label."""
     shard_hook = label.partition(", shard_hook=")[2].partition(", weights=")[0]
     texts = [own_text(label), *[shard_hook] * bool(shard_hook)]
     return max((judge(text, optimizer) for text in texts), key=lambda each: each.loss)
@@ -339,10 +326,8 @@ class Measured:
 class Cost(Measured):
     """The predicted cost of a hook in one step.
 
-    Attributes:
-        wire_seconds: the time of the bytes on the links, with the headers of their packets.
-        step_seconds: the time of the step.
-        ratio: ``step_seconds`` over that of the first row.
+    ``wire_seconds`` is the time of the bytes on the links, with the headers of their packets.
+    ``ratio`` is ``step_seconds`` over that of the first row.
     """
 
     wire_seconds: float
@@ -352,13 +337,7 @@ class Cost(Measured):
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of a step's communication.
-
-    Attributes:
-        sent: bytes that a rank sends.
-        seconds: the time to encode, add up and decode.
-        error: bytes of error memory.
-    """
+    """A part of a step's communication: bytes sent, seconds of computing, bytes of error memory."""
 
     sent: float
     seconds: float = 0.0
@@ -372,17 +351,11 @@ def measure_sharded(
     shard_hook: str | None = None,
     weights: str | None = None,
 ) -> list[Measured]:
-    """Measure the time and the bytes of each hook.
+    """Measure the time and the bytes of each hook, as ``train`` takes them.
 
-    Args:
-        texts: the hooks, as ``train`` takes them; ``none`` stands for ``allreduce()``.
-        layout: the distribution of the model.
-        shard_hook: the hook of the reduce-scatters, if the hooks average across replicas.
-        weights: the codec of the all-gathers.
-
-    Returns:
-        The measurements of each hook. If ``shard_hook`` or ``weights`` is given, the first hook
-        without them comes before.
+    ``shard_hook`` is the hook of the reduce-scatters if the hooks average across replicas, and
+    ``weights`` the codec of the all-gathers. With one of these, the first hook without them comes
+    before the others.
 
     Raises:
         HookExpressionError: a text names no hook or codec.
@@ -438,13 +411,9 @@ def plan_sharded(
 ) -> list[Cost]:
     """Predict the cost of each hook. Ratios compare with the first one.
 
-    Args:
-        measured: the result of :func:`measure_sharded`.
-        layout: the distribution of the model.
-        bits_per_second: the rate of each rank's link, each way; with replicas, between replicas.
-        inner_bits_per_second: the rate within a replica, and among the ranks of ``after_forward``
-            if these are fewer than the shards.
-        compute_seconds: the time of a step without communication.
+    Each rank's link has ``bits_per_second`` each way, with replicas between these. The inner rate
+    is that within a replica, and among the ranks of ``after_forward`` if they are fewer than the
+    shards.
     """
     costs: list[Cost] = []
     for each in measured:
@@ -544,14 +513,7 @@ def _scattering(
 ) -> tuple[Callable[[], None], BucketMemory | None]:
     """A rank's reduce-scatter of the gradient of one parameter, as a function for each step.
 
-    Args:
-        hook: the hook that averages the gradient.
-        elements: the number of elements of each rank's shard.
-        ranks: the number of ranks.
-        rank: the rank in the default process group.
-
-    Returns:
-        The function, and the hook's memory.
+    A rank's shard has ``elements`` elements. The second value is the hook's memory.
     """
     size, cpu = torch.Size([elements * ranks]), torch.device("cpu")
     form = ShardedParameter("p", size, 0, ranks, torch.float32, cpu)
@@ -589,7 +551,7 @@ def _reduce(hook: Any, layout: Layout) -> _Part:
     shapes = square_shapes(measured, elements * layout.shards, layout.shards)
     seconds = measure_seconds(hook, elements, shapes)
     counted = counted_elements(elements, layout.replicas)
-    shards = gradients_of(counted, layout.elements, layout.shards)
+    shards = random_gradients(square_shapes(counted, layout.elements, layout.shards))
     memories = ReplicaMemory()
     named = [(f"p{number}", shard) for number, shard in enumerate(shards)]
     memories.set_parameters(named, rank=0, world_size=layout.replicas)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import os
@@ -14,7 +15,7 @@ from operator import attrgetter
 from pathlib import Path
 from pkgutil import resolve_name
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +23,18 @@ from torch import Tensor, nn
 from torch_commhook.cli.main import OneLineParser
 from torch_commhook.cli.option_types import (
     MOST_THREADS,
+    add_options,
     at_most,
+    given_fields,
     number_of,
-    option_of,
+    option,
     path,
     positive_int,
     type_of,
 )
 from torch_commhook.cli.text_model import ByteTransformer
 from torch_commhook.cli.train_config import MOST_RANKS, TrainConfig, is_no_hook
-from torch_commhook.planning import BUCKET_CAPS_MB, LinkFile, Model, Parameter
+from torch_commhook.planning import BUCKET_CAPS_MB, LinkFile, MeasuredLink, Model, Parameter
 from torch_commhook.planning.model import OPTIMIZERS, measure_step
 from torch_commhook.wording import one_line
 
@@ -144,13 +147,7 @@ class Subject:
         return self.make is not None and self.inputs is not None
 
     def compute_seconds(self, optimizer: str) -> float:
-        """Measure a step of a runnable model on this machine, without communication.
-
-        Args:
-            optimizer: ``adamw`` or ``sgd``.
-
-        Returns:
-            Its time in seconds.
+        """Measure the seconds of a runnable model's step on this machine, without communication.
 
         Raises:
             ModelError: the model fails when it is made or run.
@@ -366,187 +363,28 @@ _MOST_CONNECTIONS = 16  # as attach takes
 _ranks = at_most(MOST_RANKS, positive_int)
 
 
-@dataclass(frozen=True)
-class LinkOption:
-    """The value of ``--link``: a rate, or a file of ``bench``.
+class LinkOption(NamedTuple):
+    """The value of ``--link``: a rate, or the link and the path of a file of ``bench``."""
 
-    Attributes:
-        bits_per_second: rate of each rank's link, each way.
-        delay_seconds: delay of a message, one way.
-        path: path of the file; None for a rate.
-        file: contents of the file; None for a rate.
-    """
-
-    bits_per_second: float
-    delay_seconds: float = 0.0
+    link: MeasuredLink
     path: str | None = None
     file: LinkFile | None = None
 
-    @property
-    def ranks(self) -> int | None:
-        """The number of ranks in the file; None for a rate."""
-        return None if self.file is None else self.file.ranks
 
-
-def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of ``plan``. ``--bucket-cap-mb`` and the model are None by default."""
-    parser = OneLineParser(
-        prog="commhook plan",
-        description=(
-            "Recommend a hook for a link, and predict the time of a step with each hook. plan "
-            "measures the hooks' computation on this machine, and counts their bytes. Without a "
-            "model it takes the model of train."
-        ),
-    )
-    _add_model(parser)
-    parser.add_argument(
-        "--link",
-        type=_link,
-        default=_link("1gbit"),
-        metavar="RATE|FILE",
-        help=(
-            "rate of each rank's link, each way, such as 200mbit or 100G; or a file of commhook "
-            "bench --out, which gives the rate, the delay, and the hooks' computation if it has "
-            "all --hooks (1gbit)"
-        ),
-    )
-    parser.add_argument(
-        "--delay",
-        type=number_of("milliseconds", 0, _MOST_DELAY_MS),
-        metavar="MS",
-        help=(
-            "with ddp: delay of each message, one way, in ms; a round trip takes two delays (that "
-            "of the file, else 0)"
-        ),
-    )
-    parser.add_argument(
-        "--world", type=_ranks, help="number of ranks, at least two (that of the file, else 2)"
-    )
-    parser.add_argument(
-        "--nodes",
-        type=_ranks,
-        help=(
-            "with ddp: number of nodes, each with as many consecutive ranks; adds columns for a "
-            "rank's messages, connections and round trips, and for the bytes that a node sends to "
-            "others"
-        ),
-    )
-    parser.add_argument(
-        "--connections",
-        type=at_most(_MOST_CONNECTIONS, positive_int),
-        default=1,
-        metavar="N",
-        help=(
-            "with ddp: connections= of attach; plan counts them, but predicts the same times, "
-            "because it assumes that one connection fills the link (1)"
-        ),
-    )
-    parser.add_argument(
-        "--compute-ms",
-        type=number_of("milliseconds", 0, _MOST_COMPUTE_MS),
-        metavar="MS",
-        help=(
-            "time of a step without communication; by default plan measures it on this machine, "
-            "for the model of train or for --model with its inputs"
-        ),
-    )
-    parser.add_argument(
-        "--threads",
-        type=at_most(MOST_THREADS, positive_int),
-        default=1,
-        help="threads of a rank (1)",
-    )
-    parser.add_argument(
-        "--hooks",
-        nargs="+",
-        metavar="HOOK",
-        help="hooks to compare, as train takes them; plan adds the plain all-reduce",
-    )
-    parser.add_argument(
-        "--optimizer",
-        choices=OPTIMIZERS,
-        default=OPTIMIZERS[0],
-        help="optimizer of the training: error feedback on gradients of fewer than four bits hurts "
-        "under AdamW (adamw)",
-    )
-    _add_sharded_options(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--plot",
-        type=path,
-        metavar="FILE.png",
-        help="draw the time of a step over links of 10 Mbit/s to 100 Gbit/s",
-    )
-    return parser
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_mutually_exclusive_group()
-    group.add_argument(
-        "--model-size",
-        type=type_of(parse_count),
-        metavar="N",
-        help="number of parameters, such as 124M or 7B",
-    )
-    group.add_argument(
-        "--model",
-        metavar="MODULE:FACTORY",
-        help=(
-            "function without arguments that makes the model, or FILE.py:FACTORY; plan builds the "
-            "model on the meta device, where it takes no memory"
-        ),
-    )
-    group.add_argument(
-        "--shapes",
-        type=path,
-        metavar="FILE",
-        help="file of the parameters' shapes: one on each line, after an optional name; or JSON",
-    )
-    parser.add_argument(
-        "--input",
-        type=type_of(parse_input),
-        nargs="+",
-        metavar="SHAPE",
-        help=(
-            "with --model: shapes of its inputs, such as 8x3x224x224 or 4x128:int64, to measure a "
-            "step (the factory's attribute example_inputs)"
-        ),
-    )
-
-
-def _add_sharded_options(parser: argparse.ArgumentParser) -> None:
-    caps = " ".join(f"{cap:g}" for cap in BUCKET_CAPS_MB)
-    own: dict[str, dict[str, Any]] = {
-        "parallel": {"default": "ddp"},
-        "shards": {},
-        "shard_hook": {"type": _unless_none},
-        "weights": {"type": _unless_none},
-        "bucket_cap_mb": {
-            "type": number_of("MiB", 1e-3, 1e5),
-            "help": f"with ddp: sizes of the buckets, as those of train ({caps})",
-        },
-    }
-    for name, settings in own.items():
-        shared = TrainConfig.__dataclass_fields__[name].metadata["option"]
-        parser.add_argument(option_of(name), **(shared | settings))
-    parser.add_argument(
-        "--reshard-after-forward",
-        type=_resharding,
-        default="yes",
-        metavar="yes|no|RANKS",
-        help=(
-            "with fsdp and hsdp: whether the forward frees the parameters, so that the backward "
-            "gathers them again; or over how many ranks they stay sharded in between (yes)"
-        ),
-    )
-    parser.add_argument(
-        "--inner-link",
-        type=type_of(parse_rate),
-        help=(
-            "rate of the links within a replica of hsdp, and among the RANKS of "
-            "--reshard-after-forward (that of --link)"
-        ),
-    )
+def _link(text: str) -> LinkOption:
+    """Read a rate, or a file of ``commhook bench``."""
+    try:
+        return LinkOption(MeasuredLink(parse_rate(text), 0.0))
+    except ValueError as error:
+        if not Path(text).exists() or Path(text).is_dir():
+            raise argparse.ArgumentTypeError(
+                f"{error}; or a file of commhook bench --out, and there is none of this name"
+            ) from error
+    file = type_of(LinkFile.read)(text)
+    if file.link is None:
+        why = "one rank has none" if file.ranks == 1 else "bench measured other --parts"
+        raise argparse.ArgumentTypeError(f"{text} has no link: {why}")
+    return LinkOption(file.link, text, file)
 
 
 def _unless_none(text: str) -> str | None:
@@ -559,20 +397,140 @@ def _resharding(text: str) -> str:
     return text
 
 
-def _link(text: str) -> LinkOption:
-    """Read a rate, or a file of ``commhook bench``."""
-    try:
-        return LinkOption(parse_rate(text))
-    except ValueError as error:
-        if not Path(text).exists() or Path(text).is_dir():
-            raise argparse.ArgumentTypeError(
-                f"{error}; or a file of commhook bench --out, and there is none of this name"
-            ) from error
-    try:
-        file = LinkFile.read(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    if file.link is None:
-        why = "one rank has none" if file.ranks == 1 else "bench measured other --parts"
-        raise argparse.ArgumentTypeError(f"{text} has no link: {why}")
-    return LinkOption(file.link.bits_per_second, file.link.delay_seconds, text, file)
+def _as_train(name: str, default: Any = None, **settings: Any) -> Any:
+    """A field with the option of ``train``, except for some of its settings."""
+    shared = TrainConfig.__dataclass_fields__[name].metadata["option"]
+    metadata = {"option": shared | settings, "group": "options"}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """The options of ``plan``.
+
+    Attributes:
+        json: whether ``plan`` prints JSON.
+    """
+
+    model_size: int | None = option(
+        type_of(parse_count),
+        "number of parameters, such as 124M or 7B",
+        group="model",
+        metavar="N",
+    )
+    model: str | None = option(
+        str,
+        "function without arguments that makes the model, or FILE.py:FACTORY; plan builds the "
+        "model on the meta device, where it takes no memory",
+        group="model",
+        metavar="MODULE:FACTORY",
+    )
+    shapes: Path | None = option(
+        path,
+        "file of the parameters' shapes: one on each line, after an optional name; or JSON",
+        group="model",
+        metavar="FILE",
+    )
+    input: tuple[Callable[[], Tensor], ...] | None = option(
+        type_of(parse_input),
+        "with --model: shapes of its inputs, such as 8x3x224x224 or 4x128:int64, to measure a step",
+        shown="the factory's attribute example_inputs",
+        nargs="+",
+        metavar="SHAPE",
+    )
+    link: LinkOption = option(
+        _link,
+        "rate of each rank's link, each way, such as 200mbit or 100G; or a file of commhook bench "
+        "--out, which gives the rate, the delay, and the hooks' computation if it has all --hooks",
+        _link("1gbit"),
+        shown="1gbit",
+        metavar="RATE|FILE",
+    )
+    delay: float | None = option(
+        number_of("milliseconds", 0, _MOST_DELAY_MS),
+        "with ddp: delay of each message, one way, in ms; a round trip takes two delays",
+        shown="that of the file, else 0",
+        metavar="MS",
+    )
+    world: int | None = option(
+        _ranks, "number of ranks, at least two", shown="that of the file, else 2"
+    )
+    nodes: int | None = option(
+        _ranks,
+        "with ddp: number of nodes, each with as many consecutive ranks; adds columns for a rank's "
+        "messages, connections and round trips, and for the bytes that a node sends to others",
+    )
+    connections: int = option(
+        at_most(_MOST_CONNECTIONS, positive_int),
+        "with ddp: connections= of attach; plan counts them, but predicts the same times, because "
+        "it assumes that one connection fills the link",
+        1,
+        metavar="N",
+    )
+    compute_ms: float | None = option(
+        number_of("milliseconds", 0, _MOST_COMPUTE_MS),
+        "time of a step without communication; by default plan measures it on this machine, for "
+        "the model of train or for --model with its inputs",
+        metavar="MS",
+    )
+    threads: int = option(at_most(MOST_THREADS, positive_int), "threads of a rank", 1)
+    hooks: tuple[str, ...] | None = option(
+        str,
+        "hooks to compare, as train takes them; plan adds the plain all-reduce",
+        nargs="+",
+        metavar="HOOK",
+    )
+    optimizer: str = option(
+        str,
+        "optimizer of the training: error feedback on gradients of fewer than four bits hurts "
+        "under AdamW",
+        OPTIMIZERS[0],
+        choices=OPTIMIZERS,
+    )
+    parallel: str = _as_train("parallel", "ddp")
+    shards: int | None = _as_train("shards")
+    shard_hook: str | None = _as_train("shard_hook", type=_unless_none)
+    weights: str | None = _as_train("weights", type=_unless_none)
+    bucket_cap_mb: tuple[float, ...] | None = _as_train(
+        "bucket_cap_mb",
+        type=number_of("MiB", 1e-3, 1e5),
+        help=(
+            "with ddp: sizes of the buckets, as those of train "
+            f"({' '.join(f'{cap:g}' for cap in BUCKET_CAPS_MB)})"
+        ),
+    )
+    reshard_after_forward: str = option(
+        _resharding,
+        "with fsdp and hsdp: whether the forward frees the parameters, so that the backward "
+        "gathers them again; or over how many ranks they stay sharded in between",
+        "yes",
+        metavar="yes|no|RANKS",
+    )
+    inner_link: float | None = option(
+        type_of(parse_rate),
+        "rate of the links within a replica of hsdp, and among the RANKS of "
+        "--reshard-after-forward",
+        shown="that of --link",
+    )
+    plot: Path | None = option(
+        path,
+        "draw the time of a step over links of 10 Mbit/s to 100 Gbit/s",
+        metavar="FILE.png",
+    )
+    json: bool = False
+
+
+def parse_options(argv: Sequence[str]) -> PlanOptions:
+    """Read the options of ``plan``; ends the process with one line and exit code 2 on an error."""
+    parser = OneLineParser(
+        prog="commhook plan",
+        description=(
+            "Recommend a hook for a link, and predict the time of a step with each hook. plan "
+            "measures the hooks' computation on this machine, and counts their bytes. Without a "
+            "model it takes the model of train."
+        ),
+    )
+    model = parser.add_mutually_exclusive_group()
+    add_options(parser, PlanOptions, groups={"options": parser, "model": model})
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return PlanOptions(**given_fields(vars(parser.parse_args(argv)), PlanOptions))

@@ -229,10 +229,7 @@ class RichLine:
     def _show(self, step: int, numbers: str, short: str) -> None:
         """Show the text that fits beside a bar of ``_LEAST_BAR`` columns.
 
-        Args:
-            step: the number of steps done.
-            numbers: the text.
-            short: a shorter text, if ``numbers`` leaves too little room for the title.
+        It is ``short`` if ``numbers`` leaves too little room for the title.
         """
         steps = 2 * len(str(self._last_step)) + 1
         left = self._progress.console.width - steps - _LEAST_BAR - _GAPS
@@ -277,13 +274,8 @@ def make_live_line(title: str, first_step: int, last_step: int, every: int) -> L
 class Reporter:
     """Reports the steps of one run on rank 0: on the live line, as JSON lines, and to other logs.
 
-    Args:
-        path: the file of JSON lines. A resumed run continues the file of the earlier run: the
-            reporter keeps the lines up to ``first_step``, and replaces the others.
-        line: the live line.
-        first_step: the number of steps before this run.
-        seconds: the time of these steps.
-        logs: the other logs, which the reporter closes.
+    A resumed run continues the file of the earlier run, whose first ``first_step`` steps took
+    ``seconds``: the reporter keeps the lines up to there, and replaces the others.
     """
 
     def __init__(
@@ -424,8 +416,7 @@ _TIME = _Panel("by time", "time of the steps (s)", lambda record: record.seconds
 def draw_loss(path: Path, results: Sequence[RunResult], title: str = "") -> bool:
     """Write a PNG with two curves for each run: the loss, and the smoothed loss.
 
-    Returns:
-        Whether matplotlib is installed. If not, the function writes nothing.
+    Returns whether matplotlib is installed. If not, the function writes nothing.
     """
     if not is_installed("matplotlib"):
         return False

@@ -98,13 +98,9 @@ def read_bytes(files: Sequence[str | Path], cap_bytes: int | None = None) -> byt
 def read_text(files: Sequence[str] | None, cap_bytes: int | None, seq: int) -> bytes:
     """The concatenated bytes of ``files``, or of the standard library for None.
 
-    Args:
-        files: paths.
-        cap_bytes: the most bytes to return; None for all.
-        seq: the length of a sequence. The text must have more bytes.
-
     Raises:
-        DataError: there is no file, a file can't be read, or the text is too short.
+        DataError: there is no file, a file can't be read, or the text is not longer than a sequence
+            of ``seq`` bytes.
     """
     chosen: Sequence[str | Path] = standard_library_files() if files is None else files
     what = "the standard library" if files is None else "the data"
@@ -137,10 +133,9 @@ def split_text(text: bytes, seq: int) -> TextData:
 def training_batch(
     data: TextData, *, seed: int, step: int, rank: int, batch: int, seq: int
 ) -> Tensor:
-    """The batch of one rank at one step. It depends only on the arguments.
+    """The batch of one rank at one step: random windows of ``data.train``.
 
-    Returns:
-        int64 ``[batch, seq + 1]`` on the CPU: random windows of ``data.train``.
+    It is int64 ``[batch, seq + 1]`` on the CPU, and depends only on the arguments.
     """
     # The hash gives neighbouring steps and ranks unrelated seeds.
     digest = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
@@ -152,11 +147,10 @@ def training_batch(
 
 
 def held_out_windows(data: TextData, *, rank: int, world_size: int, seq: int) -> Tensor:
-    """This rank's share of the windows for evaluation, at equal distances in the held-out text.
+    """This rank's windows for evaluation, at equal distances in the held-out text.
 
-    Returns:
-        int64 ``[count, seq + 1]``. The counts of two ranks differ by one at most. They are 0 if no
-        text is held out.
+    They are int64 ``[count, seq + 1]``. The counts of two ranks differ by one at most, and are 0 if
+    no text is held out.
     """
     last_start = data.held_out.numel() - seq - 1
     if last_start < 0:
@@ -242,14 +236,9 @@ class ByteTransformer(nn.Module):
         nn.init.normal_(self.embedding.weight, std=1.0)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross-entropy in nats per byte.
+        """The mean cross-entropy in nats per byte, a scalar in the parameters' dtype.
 
-        Args:
-            inputs: int64 ``[batch, length]``, bytes.
-            targets: int64 ``[batch, length]``, the bytes that follow.
-
-        Returns:
-            A scalar, in the parameters' dtype.
+        ``inputs`` and ``targets``, the bytes that follow, are int64 ``[batch, length]``.
         """
         # These are no buffers, because DDP broadcasts buffers before every step.
         cosine, sine = rotary_tables(self.head_dim, inputs.shape[1], inputs.device)
@@ -273,8 +262,7 @@ class ByteTransformer(nn.Module):
 def rotary_tables(head_dim: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the rotary positions (RoFormer, arXiv:2104.09864).
 
-    Returns:
-        Two fp32 tensors ``[length, head_dim / 2]``.
+    Both are float32 tensors of shape ``[length, head_dim / 2]``.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     positions = torch.arange(length, dtype=torch.float32, device=device)
@@ -283,16 +271,7 @@ def rotary_tables(head_dim: int, length: int, device: torch.device) -> tuple[Ten
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotate each pair of channels ``(i, i + head_dim / 2)`` of ``x`` by its position's angle.
-
-    Args:
-        x: ``[batch, heads, length, head_dim]``.
-        cosine: ``[length, head_dim / 2]``.
-        sine: ``[length, head_dim / 2]``.
-
-    Returns:
-        A tensor of the shape of ``x``.
-    """
+    """Rotate each pair of channels ``(i, i + head_dim / 2)`` of ``x`` by its position's angle."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
 
@@ -415,11 +394,9 @@ def whole_model(model: ByteTransformer, config: TrainConfig) -> ByteTransformer:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[int, Any]) -> None:
-    """Load the state of whole parameters into an optimizer, which keeps its settings.
+    """Load a state of whole parameters, by their numbers, into an optimizer, sharded or not.
 
-    Args:
-        optimizer: an optimizer of sharded or whole parameters.
-        state: the state by the number of each parameter. The function does not change it.
+    The optimizer keeps its settings, and the function does not change ``state``.
     """
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     own = {

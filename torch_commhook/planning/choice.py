@@ -25,10 +25,16 @@ from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.hierarchical import hierarchical
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory.bucket_memory import BucketMemory
-from torch_commhook.planning.link import MeasuredLink, measure_rate, measure_round_trip
 from torch_commhook.planning.measured import Measured, measure
 from torch_commhook.planning.model import HookError, Model, Parameter
-from torch_commhook.planning.wire import PAYLOAD, Wire, scaled, through_seconds
+from torch_commhook.planning.wire import scaled, through_seconds
+from torch_commhook.step.link import (
+    PAYLOAD,
+    MeasuredLink,
+    Wire,
+    measure_rate,
+    measure_round_trip,
+)
 
 #: The share of a step that a hook must save to replace ``allreduce()``.
 LEAST_GAIN = 0.05
@@ -213,13 +219,7 @@ def _log_level(group: dist.ProcessGroup) -> int:
 
 
 def _on_any_rank(wire: Wire, flag: bool) -> bool:
-    return bool(_largest(wire, [float(flag)])[0])
-
-
-def _largest(wire: Wire, values: Sequence[float]) -> list[float]:
-    """The maximum over the ranks, number by number."""
-    found: list[float] = wire.shared(*values).amax(0).tolist()
-    return found
+    return bool(wire.largest(float(flag))[0])
 
 
 # ---- computing time and traffic of hooks ---------------------------------------------------------
@@ -235,7 +235,7 @@ def _predictions(
     """Rank 0's predictions, from the slowest rank's times; infinite for a hook without figures."""
     measured = [_measured(hook, buckets, wire) for hook in hooks]
     own = [math.inf if each is None else each.compute_seconds for each in measured]
-    computing, latest = _largest(wire, own), _largest(wire, ready)
+    computing, latest = wire.largest(*own), wire.largest(*ready)
     sizes = [bucket.numel for bucket in buckets]
     seconds = [
         math.inf
@@ -303,7 +303,7 @@ def _errors(
     found = [0.0]
     for hook in hooks[1:]:
         found.append(relative_error(hook, sample, means, wire.group))
-    return _largest(wire, [_or_infinite(error) for error in found])
+    return wire.largest(*map(_or_infinite, found))
 
 
 def _usable_means(sample: Sequence[Sequence[Tensor]], wire: Wire) -> list[Tensor] | None:

@@ -61,11 +61,8 @@ class Work:
 def formula_of(hook: Any, model: Model, ranks: int, nodes: int) -> Work | None:
     """The traffic of a hook by formulas; None for a hook without formulas.
 
-    Args:
-        hook: a hook from :func:`torch_commhook.planning.model.unwrap_hook`.
-        model: the model; its gradients are float32.
-        ranks: the number of ranks on all nodes.
-        nodes: the number of nodes, with equally many consecutive ranks each.
+    The hook is one of :func:`torch_commhook.planning.model.unwrap_hook`. Each node has equally many
+    consecutive ranks.
     """
     inside = without_memory(hook)
     every: list[Sequence[int]] = [range(ranks)] * (ranks // nodes)
@@ -206,11 +203,8 @@ def count_messages(
 ) -> int:
     """The number of messages that a rank sends in a step.
 
-    Args:
-        issued: the calls for all gradients in one bucket.
-        agreement: the calls at the end of a step.
-        shares: each bucket's share of the gradients.
-        is_ddp: whether DDP issues the calls itself.
+    ``issued`` are the calls for all gradients in one bucket, ``agreement`` those at the end of a
+    step. Each bucket has a share of the gradients. With ``is_ddp`` DDP issues the calls itself.
     """
     found = sum(part.count for each in agreement for part in messages_of(each.traffic))
     for share, buckets in Counter(shares).items():
@@ -223,11 +217,7 @@ def count_messages(
 def count_connections(hook: Any, issued: Sequence[Issued], ranks: int, connections: int = 1) -> int:
     """The number of connections of rank 0 that attaching the hook adds, and that it uses.
 
-    Args:
-        hook: a hook of the library.
-        issued: its calls for all gradients.
-        ranks: the number of the model's ranks.
-        connections: as for :func:`torch_commhook.attach`.
+    ``issued`` are the hook's calls for all gradients, and ``connections`` is as for ``attach``.
     """
     if ranks == 1:
         return 0
@@ -253,10 +243,7 @@ def count_connections(hook: Any, issued: Sequence[Issued], ranks: int, connectio
 def bytes_out_of_node(issued: Sequence[Issued], members: Members, shares: Sequence[float]) -> float:
     """The bytes that all ranks of the first node send to other nodes in a step.
 
-    Args:
-        issued: the calls for all gradients in one bucket.
-        members: as in :class:`Work`.
-        shares: each bucket's share of the gradients.
+    ``issued`` and ``shares`` are as for :func:`count_messages`, ``members`` as in :class:`Work`.
     """
     sent = 0.0
     for share, buckets in Counter(shares).items():
@@ -286,12 +273,7 @@ def with_ranks_per_node(hook: Any, per_node: int) -> Any:
 
 
 def encoding_of(hook: Any, ranks: int) -> tuple[int, Any]:
-    """The number of shares that ranks encode, and a hook that encodes one share as ``hook`` does.
-
-    Args:
-        hook: a hook from :func:`torch_commhook.planning.model.unwrap_hook`.
-        ranks: the number of the model's ranks.
-    """
+    """The number of shares that ranks encode, and a hook that encodes one as ``hook`` does."""
     inside = hook.hook if type(hook) in (hooks.error_feedback, hooks.momentum) else hook
     if type(inside) is not hooks.hierarchical or inside.levels is None:
         return 1, hook

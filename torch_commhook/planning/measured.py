@@ -27,7 +27,7 @@ from torch_commhook.planning.formulas import (
     with_ranks_per_node,
     without_memory,
 )
-from torch_commhook.planning.link import LinkFile
+from torch_commhook.planning.link_file import LinkFile
 from torch_commhook.planning.model import (
     BUCKET_CAPS_MB,
     MOST_MEASURED,
@@ -41,13 +41,13 @@ from torch_commhook.planning.model import (
     unwrap_hook,
 )
 from torch_commhook.planning.wire import (
-    PAYLOAD,
     agreement_of,
     round_trips,
     scaled,
     through_seconds,
 )
 from torch_commhook.process_group.simulated.link import Issued
+from torch_commhook.step.link import PAYLOAD
 
 # ---- measures the computing time and the traffic of hooks in a step ------------------------------
 #
@@ -381,9 +381,7 @@ def step_seconds(
 ) -> float:
     """The time of a step in seconds. Buckets travel while the backward computes the next ones.
 
-    Args:
-        measured: the figures of :func:`measure`.
-        bits_per_second, compute_seconds, buckets, delay_seconds: as for :func:`plan`.
+    The arguments are those of :func:`plan`.
     """
     elements = sum(buckets)
     shares = [size / elements for size in buckets]

@@ -34,9 +34,7 @@ _MOST_BUCKETS = 10_000  # more make no difference to a prediction
 def bucket_sizes(elements: int, bucket_cap_mb: Sequence[float] = BUCKET_CAPS_MB) -> list[int]:
     """The elements of each bucket of a model with float32 gradients, in the order of a backward.
 
-    Args:
-        elements: the number of the model's elements.
-        bucket_cap_mb: the capacity of each bucket, in MiB; the last one counts for all others.
+    ``bucket_cap_mb`` has the capacity of each bucket, in MiB; the last one counts for all others.
     """
     caps = _caps(bucket_cap_mb)
     sizes: list[int] = []
@@ -53,9 +51,7 @@ def bucket_sizes(elements: int, bucket_cap_mb: Sequence[float] = BUCKET_CAPS_MB)
 def filled_buckets(numels: Sequence[int], bucket_cap_mb: Sequence[float]) -> list[int]:
     """The elements of each bucket. A bucket is full once it reaches its capacity, as in DDP.
 
-    Args:
-        numels: the elements of each parameter, in the order of a backward.
-        bucket_cap_mb: as for :func:`bucket_sizes`.
+    ``numels`` has the elements of each parameter, in the order of a backward.
     """
     caps = _caps(bucket_cap_mb)
     sizes: list[int] = []
@@ -141,11 +137,7 @@ class Model:
         return cls(elements, tuple(parameters))
 
     def bucket_sizes(self, bucket_cap_mb: Sequence[float] = BUCKET_CAPS_MB) -> list[int]:
-        """The elements of each bucket, in the order of a backward.
-
-        Args:
-            bucket_cap_mb: the capacity of each bucket, in MiB; the last one counts for all others.
-        """
+        """The elements of each bucket, as of :func:`bucket_sizes`."""
         if self.parameters is None:
             return bucket_sizes(self.elements, bucket_cap_mb)
         return filled_buckets([each.numel for each in reversed(self.parameters)], bucket_cap_mb)
@@ -210,10 +202,7 @@ class HookError(RuntimeError):
     def of(cls, hook: str, error: Exception, unknown: str) -> HookError:
         """The error of a hook that raised one.
 
-        Args:
-            hook: the hook as text.
-            error: the error.
-            unknown: the reason if the hook must be attached to a model.
+        The reason is ``unknown`` if the hook must be attached to a model.
         """
         said = " ".join(f"{type(error).__name__}: {error}".split())
         reason = unknown if "attach(model, hook)" in said else said
@@ -262,10 +251,9 @@ def unwrap_hook(hook: Any) -> Unwrapped:
 
 
 class _Exchange:
-    """The work of :class:`local_sgd` beside averaging, on the parameters of a bucket.
+    """The work of :class:`local_sgd` beside averaging: distances from the anchor, and moving both.
 
-    It computes the parameters' distance from the anchor, and moves both. It works on all fragments
-    as one bucket, because they take turns until all of it is done.
+    It works on all fragments as one bucket, because they take turns until all of it is done.
     """
 
     def __init__(self, hook: hooks.local_sgd) -> None:
@@ -284,12 +272,9 @@ class _Exchange:
 
 
 def measure_pass(call: Callable[[Tensor], object], elements: int, bucket_elements: int) -> float:
-    """Seconds of a function that passes over all gradients.
+    """Seconds of a function of a flat float32 tensor that passes over all gradients.
 
-    Args:
-        call: the function; it takes a flat float32 tensor.
-        elements: the number of elements of all gradients.
-        bucket_elements: the number of elements of the tensor; a large one is measured on fewer.
+    The tensor has ``bucket_elements`` elements; a large one is measured on fewer.
     """
     gradient = torch.randn(min(bucket_elements, MOST_MEASURED), dtype=torch.float32, device="cpu")
     return median_seconds(partial(call, gradient)) * elements / gradient.numel()
@@ -298,9 +283,7 @@ def measure_pass(call: Callable[[Tensor], object], elements: int, bucket_element
 def median_seconds(call: Callable[[], object], *, is_cpu: bool = True) -> float:
     """The median time of a few calls, after two calls that create buffers.
 
-    Args:
-        call: a function that computes on the calling thread.
-        is_cpu: whether it computes only on the CPU.
+    ``call`` computes on the calling thread, and with ``is_cpu`` only on the CPU.
     """
     clock = compute_clock() if is_cpu else time.perf_counter
     times = []
@@ -319,17 +302,6 @@ def compute_clock() -> Callable[[], float]:
     return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
-def gradients_of(elements: int, model_elements: int, shards: int = 1) -> list[Tensor]:
-    """Random gradients of a part of a model that consists mostly of square matrices.
-
-    Args:
-        elements: the number of elements of a rank.
-        model_elements: the number of elements of the whole model.
-        shards: the number of shards of each matrix; the rank has one of them.
-    """
-    return random_gradients(square_shapes(elements, model_elements, shards))
-
-
 def random_gradients(shapes: Sequence[Shape]) -> list[Tensor]:
     """Random float32 tensors of these shapes, on the CPU."""
     return [torch.randn(shape, dtype=torch.float32, device="cpu") for shape in shapes]
@@ -340,16 +312,13 @@ def record_traffic(
 ) -> tuple[float, tuple[Issued, ...]]:
     """The bytes that each rank sends in a step, and the calls that it issues.
 
-    Args:
-        hook: the hook.
-        elements: the number of elements of a rank's shard of the model.
-        world_size: the number of ranks.
-        shards: the number of shards of the model, as for :func:`gradients_of`.
+    A rank has ``elements`` elements: one of the ``shards`` of each matrix of the model.
     """
     # The bytes of low-rank factors are not proportional to the elements. So count them on matrices
     # of the model's own size, as far as memory allows.
     counted = counted_elements(elements, world_size)
-    gradients = [gradients_of(counted, elements * shards, shards) for _ in range(world_size)]
+    shapes = square_shapes(counted, elements * shards, shards)
+    gradients = [random_gradients(shapes) for _ in range(world_size)]
     found = simulate(hook, gradients, steps=2, timeout=600)
     scale = elements / counted
     return found.wire_bytes * scale, tuple(each.scaled(scale) for each in found.issued)
@@ -366,13 +335,9 @@ def measure_seconds(
     shapes: Sequence[Shape],
     device: torch.device | str = "cpu",
 ) -> float:
-    """Seconds that a hook computes in a step on this machine, without communication.
+    """Seconds that a hook computes for so many elements on this machine, without communication.
 
-    Args:
-        hook: the hook.
-        elements: the number of elements that it averages.
-        shapes: the shapes of the measured gradients, all in one bucket.
-        device: the device of these gradients.
+    It is measured on gradients of ``shapes``, all in one bucket.
     """
     gradients = [gradient.to(device) for gradient in random_gradients(shapes)]
     measured = sum(gradient.numel() for gradient in gradients)
@@ -442,11 +407,9 @@ def measure_step(module: nn.Module, inputs: Sequence[Any], optimizer: str = "ada
 
 
 def copy_gradients(parameters: Sequence[Tensor], buckets: Sequence[Tensor]) -> None:
-    """Copy gradients into buckets, as DDP does before it sends a bucket.
+    """Copy gradients into buckets of the same shapes, as DDP does before it sends a bucket.
 
-    Args:
-        parameters: the parameters; those without a gradient are skipped.
-        buckets: a tensor of the same shape for each parameter.
+    Parameters without a gradient are skipped.
     """
     for parameter, bucket in zip(parameters, buckets, strict=True):
         if parameter.grad is not None:

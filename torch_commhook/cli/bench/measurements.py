@@ -18,17 +18,9 @@ from torch import nn
 from torch_commhook.attachment.attaching import attach
 from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.hooks.expressions import parse_hook
-from torch_commhook.planning.link import (
-    MOST_BYTES,
-    CodecSpeed,
-    CollectiveTime,
-    HookTime,
-    LinkFigures,
-    Message,
-    measure_figures,
-)
+from torch_commhook.planning.link_file import CodecSpeed, CollectiveTime, HookTime, Message
 from torch_commhook.planning.model import MOST_MEASURED, unwrap_hook
-from torch_commhook.planning.wire import Wire
+from torch_commhook.step.link import MOST_BYTES, Link, Wire, measure
 from torch_commhook.wording import one_line
 
 # ---- times calls that all ranks of bench do together ---------------------------------------------
@@ -49,8 +41,14 @@ def timed(call: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - begun
 
 
-def slowest(values: Sequence[float], device: torch.device) -> list[float]:
-    """The element-wise maximum of the ranks' values, on all ranks."""
+def _times(call: Callable[[], object], count: int, device: torch.device) -> list[float]:
+    """The seconds of some calls, which all ranks begin together."""
+    dist.barrier()
+    return [timed(call, device) for _ in range(count)]
+
+
+def slowest(*values: float, device: torch.device) -> list[float]:
+    """The maximum over the ranks of each number, on all ranks."""
     shared = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(shared, op=dist.ReduceOp.MAX)
     found: list[float] = shared.tolist()
@@ -59,24 +57,21 @@ def slowest(values: Sequence[float], device: torch.device) -> list[float]:
 
 def median_within(
     measure: Callable[[], Sequence[float]],
-    shared: Callable[[list[float]], list[float]],
+    largest: Callable[..., list[float]],
     seconds: float,
     least: int,
     most: int,
 ) -> float:
     """The median over repetitions of a mean time, in seconds, on the slowest rank.
 
-    Args:
-        measure: returns the times of one repetition, whose mean counts.
-        shared: returns the element-wise maximum of the ranks' values.
-        seconds: the approximate time of all repetitions.
-        least: the fewest repetitions.
-        most: the most repetitions.
+    ``measure`` returns the times of one repetition, whose mean counts. ``largest`` returns the
+    maximum over the ranks of each given number. There are ``least`` to ``most`` repetitions, in
+    about ``seconds``.
     """
     begun = time.perf_counter()
     found: list[float] = []
     while len(found) < most:
-        *took, elapsed = shared([*measure(), time.perf_counter() - begun])
+        *took, elapsed = largest(*measure(), time.perf_counter() - begun)
         found.append(statistics.fmean(took))
         if len(found) >= least and elapsed > seconds:
             break
@@ -90,12 +85,9 @@ _LEAST_ROUNDS, _MOST_ROUNDS = 3, 30
 
 
 def measure_codecs(device: torch.device, elements: int, seconds: float) -> list[CodecSpeed]:
-    """Measure the speed of each codec on this rank, with each of its ``examples()``.
+    """Measure the codecs' speed on this rank, with all their ``examples()``, in about ``seconds``.
 
-    Args:
-        device: the device of the gradients.
-        elements: the number of their elements. The function takes at most a bucket of 25 MiB.
-        seconds: the approximate time of all measurements.
+    The gradients have ``elements`` elements, at most those of a bucket of 25 MiB.
     """
     examples = [codec for kind in CODECS.values() for codec in kind.examples()]
     gradients = torch.randn(min(elements, MOST_MEASURED), dtype=torch.float32, device=device)
@@ -155,7 +147,7 @@ def measure_collectives(device: torch.device, seconds: float) -> list[Collective
     The function omits sizes that would take longer.
     """
     smallest = torch.zeros(dist.get_world_size(), dtype=torch.float32, device=device)
-    names = list(_calls(smallest))
+    names, largest = list(_calls(smallest)), partial(slowest, device=device)
     share = seconds / len(names) / len(COLLECTIVE_SIZES)
     found = []
     last: dict[str, float] = {}
@@ -166,20 +158,11 @@ def measure_collectives(device: torch.device, seconds: float) -> list[Collective
         for name, call in _calls(whole).items():
             if last.get(name, 0.0) * _GROWTH > seconds:
                 continue
-            last[name] = _collective_seconds(call, device, share)
+            call()  # untimed
+            measure = partial(_times, call, 1, device)
+            last[name] = median_within(measure, largest, share, 3, 50)
             found.append(CollectiveTime(name, whole.nbytes, last[name]))
     return found
-
-
-def _collective_seconds(call: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """The median time of a call on the slowest rank, after one untimed call."""
-
-    def measure() -> list[float]:
-        dist.barrier()
-        return [timed(call, device)]
-
-    call()
-    return median_within(measure, partial(slowest, device=device), seconds, 3, 50)
 
 
 def _calls(whole: torch.Tensor) -> dict[str, Callable[[], object]]:
@@ -201,6 +184,8 @@ def _calls(whole: torch.Tensor) -> dict[str, Callable[[], object]]:
 ALONE = "no communication"
 #: The least steps in a turn. An untimed turn comes first: buckets change, and TCP adapts.
 _STEPS = 3
+#: The least and the most turns.
+_TURNS = 2, 30
 
 
 class StandIn(nn.Module):
@@ -226,23 +211,19 @@ def measure_hooks(
     device: torch.device,
     seconds: float,
 ) -> list[HookTime]:
-    """Measure a step without a hook, then with each hook. Ratios compare with the first hook.
+    """Measure a step without a hook, then with each hook of ``train``, in about ``seconds``.
 
-    Args:
-        hooks: the hooks, as ``train`` takes them.
-        shapes: the shapes of the parameters.
-        device: the device of the parameters.
-        seconds: the approximate time of all measurements. Each hook has at least a few steps.
+    Each hook has at least a few steps. Ratios compare with the first hook.
 
     Raises:
         RuntimeError: a hook fails; the message names the hook.
     """
     share = seconds / (len(hooks) + 1)
     model = StandIn(shapes, device)
-    turn = _turn_of(model)
+    turn, largest = _turn_of(model), partial(slowest, device=device)
     turn()  # the first backward with given gradients imports modules of torch
     found: list[tuple[str, float, float | None]] = [
-        (ALONE, _step_seconds(turn, device, share / 4), 0.0)
+        (ALONE, median_within(turn, largest, share / 4, *_TURNS), 0.0)
     ]
     for text in hooks:
         try:
@@ -258,10 +239,8 @@ def _turn_of(
 ) -> Callable[[], list[float]]:
     """A function that does the steps of a turn, and returns the seconds of each.
 
-    Args:
-        model: the model, with its hook attached.
-        every: the steps from one exchange of the hook to the next. A turn has a multiple of these.
-        is_apart: whether the hook counts the steps of an optimizer.
+    A turn has a multiple of the ``every`` steps from one exchange of the hook to the next. With
+    ``is_apart`` the hook counts the steps of an optimizer.
     """
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3) if is_apart else None
 
@@ -272,29 +251,19 @@ def _turn_of(
             optimizer.step()
 
     count = every * math.ceil(_STEPS / every)
-    return lambda: [timed(step, model.given[0].device) for _ in range(count)]
-
-
-def _step_seconds(turn: Callable[[], list[float]], device: torch.device, seconds: float) -> float:
-    """The median over turns of a turn's mean step, in seconds, on the slowest rank."""
-
-    def measure() -> list[float]:
-        dist.barrier()
-        return turn()
-
-    return median_within(measure, partial(slowest, device=device), seconds, 2, 30)
+    return partial(_times, step, count, model.given[0].device)
 
 
 def _with_hook(model: StandIn, text: str, seconds: float) -> tuple[float, float | None]:
     """The seconds of a step, and the bytes that this rank sends in it; None if unknown."""
     hook = parse_hook(text)
-    every = unwrap_hook(hook).every
+    every, largest = unwrap_hook(hook).every, partial(slowest, device=model.given[0].device)
     handle = attach(model, hook)
     try:
         turn = _turn_of(model, every, is_apart=getattr(hook, "keeps_ranks_apart", False))
         turn()
         before = handle.stats()
-        took = _step_seconds(turn, model.given[0].device, seconds)
+        took = median_within(turn, largest, seconds, *_TURNS)
         after = handle.stats()
         handle.synchronize()  # otherwise a hook that keeps ranks apart warns when it is removed
         if before.bytes_sent is None or after.bytes_sent is None:
@@ -326,7 +295,7 @@ class LinkPart:
         left_out: the reason for each size in bytes that was not measured.
     """
 
-    figures: LinkFigures
+    figures: Link
     messages: list[Message]
     left_out: dict[int, str]
 
@@ -334,7 +303,7 @@ class LinkPart:
 def measure_link_part(wire: Wire, seconds: float) -> LinkPart:
     """Measure the link, and messages of 1 KiB to 64 MiB in both directions at once."""
     begun = time.perf_counter()
-    figures = measure_figures(wire, seconds * _FIGURES)
+    figures = measure(wire, seconds * _FIGURES)
     left = seconds - float(wire.shared(time.perf_counter() - begun).max())
     messages, left_out = [], {}
     for number, size in enumerate(LINK_SIZES):
@@ -355,12 +324,7 @@ def measure_link_part(wire: Wire, seconds: float) -> LinkPart:
 
 def _median(wire: Wire, nbytes: int, seconds: float) -> float:
     """The median time in seconds in which each rank sends a message, on the slowest rank."""
-
-    def shared(values: list[float]) -> list[float]:
-        found: list[float] = wire.shared(*values).amax(0).tolist()
-        return found
-
     wire.seconds(nbytes)  # allocates memory, and lets TCP adapt
     return median_within(
-        lambda: [wire.seconds(nbytes)], shared, seconds, _LEAST_OF_A_SIZE, _MOST_OF_A_SIZE
+        lambda: [wire.seconds(nbytes)], wire.largest, seconds, _LEAST_OF_A_SIZE, _MOST_OF_A_SIZE
     )

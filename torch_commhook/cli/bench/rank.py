@@ -26,15 +26,14 @@ from torch_commhook.cli.bench.options import BenchOptions
 from torch_commhook.cli.launch_environment import LaunchEnvironment
 from torch_commhook.cli.report import format_bytes
 from torch_commhook.cli.world import World, join_world
-from torch_commhook.planning.link import (
+from torch_commhook.planning.link_file import (
     CodecSpeed,
     CollectiveTime,
     HookTime,
     LinkFile,
     Message,
 )
-from torch_commhook.planning.wire import Wire
-from torch_commhook.step.link import MANY
+from torch_commhook.step.link import MANY, Wire
 from torch_commhook.wording import align_columns, pluralize
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ def link_text(part: LinkPart, ranks: int) -> str:
     """The rate, the round trip, the rate of more connections, and a row for each message."""
     figures = part.figures
     lines = [
-        f"link: {format_rate(figures.link.bits_per_second)} Mbit/s each way with headers, "
+        f"link: {format_rate(figures.measured.bits_per_second)} Mbit/s each way with headers, "
         f"round trip {_milliseconds(figures.round_trip)} ms"
     ]
     if MANY in figures.rates:
@@ -266,7 +265,7 @@ def _with_part(
             return found
         measured = measure_link_part(Wire(), seconds)
         say(link_text(measured, world.size))
-        return replace(found, link=measured.figures.link, messages=measured.messages)
+        return replace(found, link=measured.figures.measured, messages=measured.messages)
     if part == "collectives":
         if world.size == 1:
             return found
