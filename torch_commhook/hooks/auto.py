@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,8 +109,11 @@ def random_sample(buckets: Sequence[BucketMemory], seed: int) -> list[list[Tenso
     found = []
     for i, shapes in zip(_sampled_buckets(len(buckets)), sample_shapes(buckets), strict=True):
         to = buckets[i].device, buckets[i].gradient_dtype
-        made: Any = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
-        found.append([torch.randn(shape, **made).to(*to) for shape in shapes])
+        sample = [
+            torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(*to)
+            for shape in shapes
+        ]
+        found.append(sample)
     return [sample for sample in found if sample]
 
 
