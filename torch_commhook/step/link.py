@@ -308,7 +308,7 @@ _FLOW_SECONDS, _FLOW_ROUND_TRIPS = 0.4, 16
 #: In a brief measurement: the seconds of a flow and those after which no flow begins, or the round
 #: trips if these take longer.
 _BRIEF_FLOW_SECONDS, _BRIEF_FLOW_ROUND_TRIPS = 0.05, 6
-_BRIEF_SECONDS, _BRIEF_ROUND_TRIPS = 0.2, 16
+_BRIEF_SECONDS, _BRIEF_ROUND_TRIPS = 0.2, 24
 #: The least and the most messages of a flow, and their bytes: a flow has more than the least number
 #: only if each message is large, and no message is smaller than the least one.
 _LEAST_MESSAGES, _MOST_MESSAGES = 12, 40
