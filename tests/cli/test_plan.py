@@ -177,7 +177,7 @@ def test_what_stays_within_takes_the_inner_link(shape: plan_advice.Layout, secon
     """The inner link is ten times as fast. Nothing overlaps the 3 seconds of computation."""
     reduced = 0.0 if shape.replicas is None else 1e6
     sizes = [8e6, 4e6, 2e6, reduced]
-    measured = plan_advice.Measured("a", *[each * PAYLOAD for each in sizes], 0.5, 0.0, 0.0)
+    measured = plan_advice.Cost("a", *[each * PAYLOAD for each in sizes], 0.5, 0.0, 0.0)
     (cost,) = plan_advice.plan_sharded(
         [measured],
         layout=shape,

@@ -44,7 +44,7 @@ NAMES = list(FIGURES)
 def sending(name: str) -> Measured:
     nbytes, seconds, _ = FIGURES[name]
     issued = (Issued("", Traffic("all_to_all_single", 2, 2 * nbytes, nbytes)),)
-    return Measured(name, nbytes, seconds, issued=issued)
+    return Measured(name, nbytes, seconds, chains=(issued,))
 
 
 @pytest.mark.parametrize(

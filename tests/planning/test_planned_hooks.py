@@ -101,7 +101,7 @@ def test_a_plain_function_is_a_hook() -> None:
 def test_plain_ddp_is_an_all_reduce() -> None:
     none, plain = measure(["none", "allreduce()"], elements=10_000, world_size=2)
     assert none.hook == "none"
-    assert none.issued == plain.issued
+    assert none.chains == plain.chains
     assert none.is_ddp and not plain.is_ddp
 
 
@@ -192,7 +192,7 @@ def test_thin_factors_are_those_of_the_shapes(text: str, ranks: int) -> None:
     found = simulate(parse_hook(text), gradients, steps=2)
     (planned,) = measure([text], model=MODEL, world_size=ranks, known_seconds={text: 0.0})
     assert planned.bytes_sent == pytest.approx(found.wire_bytes, rel=1e-3)
-    assert [each.traffic for each in planned.issued] == [each.traffic for each in found.issued]
+    assert [each.traffic for each in planned.chains[0]] == [each.traffic for each in found.issued]
 
 
 POLICIES = [

@@ -37,7 +37,7 @@ def sending(seconds: float, compute_seconds: float = 0.0, **more: Any) -> Measur
     """A hook of two ranks, whose only message takes so many seconds at 8 Mbit/s."""
     carried = 1e6 * seconds * PAYLOAD
     issued = (Issued("", Traffic("all_to_all_single", 2, 2 * carried, carried)),)
-    return Measured("a", carried, compute_seconds, issued=issued, **more)
+    return Measured("a", carried, compute_seconds, chains=(tuple(issued),), **more)
 
 
 def test_what_follows_the_optimizer_is_hidden_by_nothing() -> None:
@@ -154,10 +154,11 @@ def test_round_trips_of_a_collective(
 def test_many_buckets_and_ranks_are_planned_in_few_messages() -> None:
     found = replace(measure(["allreduce()"], elements=10_000, world_size=2)[0], compute_seconds=0.0)
     many = tuple(
-        Issued(each.group, replace(each.traffic, ranks=1024, nbytes=4e10)) for each in found.issued
+        Issued(each.group, replace(each.traffic, ranks=1024, nbytes=4e10))
+        for each in found.chains[0]
     )
     (cost,) = plan(
-        [replace(found, issued=many)],
+        [replace(found, chains=(tuple(many),))],
         bits_per_second=1e15,
         delay_seconds=0.01,
         buckets=[1] * 10_000,

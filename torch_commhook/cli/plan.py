@@ -37,7 +37,6 @@ from torch_commhook.cli.plan_parser import (
     format_seconds,
     model_of_factory,
     model_of_shapes,
-    model_of_size,
     parse_options,
     train_transformer,
 )
@@ -74,14 +73,12 @@ def draw_rates(
 
     ``seconds`` has the time of a step with each hook, at each of :data:`RATES`.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # unlike pyplot, it needs no display
     from matplotlib.ticker import LogLocator, NullFormatter
 
     labels = ["\n".join(textwrap.wrap(hook, _LABEL_CHARACTERS)) for hook in seconds]
     lines = sum(label.count("\n") + 1 for label in labels)
     figure = Figure(figsize=(8, 5 + 0.2 * lines), layout="constrained")
-    FigureCanvasAgg(figure)  # unlike pyplot, it needs no display
     axes: Any = figure.subplots()
     for label, times, style in zip(labels, seconds.values(), line_styles(), strict=False):
         axes.plot(RATES, times, label=label, marker="o", markersize=3, **style)
@@ -112,19 +109,8 @@ _LEAST_RATIO = 0.95
 class Question:
     """The training and the link that ``plan`` predicts steps for.
 
-    Attributes:
-        model: the sizes of the model.
-        name: the name of the model; None if it has none.
-        world: the number of ranks.
-        nodes: the number of nodes; None if not given.
-        connections: the ``connections`` of ``attach``.
-        bits_per_second: the rate of each rank's link, each way.
-        delay_seconds: the delay of a message, one way.
-        link_file: the file that gives the link; None if there is none.
-        compute_seconds: the time of a step without communication.
-        is_measured: whether ``plan`` has measured this time.
-        threads: the threads of a rank.
-        optimizer: ``adamw`` or ``sgd``.
+    A rank's link has ``bits_per_second`` each way, perhaps from a file of ``bench``.
+    ``compute_seconds`` is the time of a step without communication, given or measured.
     """
 
     model: Model
@@ -259,7 +245,7 @@ def _times(cost: Row, optimizer: str, *, is_first: bool) -> list[str]:
 
 _PLAIN = "allreduce()"
 #: The fields of a cost that ``--json`` omits: the single collectives of a step.
-_CALLS = ("issued", "agreement", "members", "beside")
+_CALLS = ("chains", "agreement", "members")
 
 
 @dataclass(frozen=True)
@@ -278,7 +264,11 @@ def main(argv: Sequence[str]) -> int:
     options = parse_options(argv)
     torch.set_num_threads(options.threads)
     try:
-        _check_plot(options)
+        if options.plot is not None:
+            with of_option("--plot"):
+                check_picture(options.plot)
+                if not options.plot.parent.is_dir():
+                    raise ValueError(f"there is no folder {options.plot.parent}")
         world = _world(options)
         subject = _subject(options)
         layout = _layout(options, world, subject)
@@ -318,15 +308,6 @@ def _plain(question: Question, answer: _Answer) -> dict[str, Any]:
     }
 
 
-def _check_plot(options: PlanOptions) -> None:
-    """Raise OptionError if ``--plot`` is given and its picture can't be drawn or written."""
-    if options.plot is not None:
-        with of_option("--plot"):
-            check_picture(options.plot)
-            if not options.plot.parent.is_dir():
-                raise ValueError(f"there is no folder {options.plot.parent}")
-
-
 def _announce(options: PlanOptions, subject: Subject, hooks: Sequence[str]) -> None:
     """Announce the measurements on stderr, because they may take minutes."""
     measured = [pluralize(len(hooks), "hook")]
@@ -352,7 +333,7 @@ def _subject(options: PlanOptions) -> Subject:
     elif options.shapes is not None:
         subject = model_of_shapes(options.shapes)
     elif options.model_size is not None:
-        subject = model_of_size(options.model_size)
+        subject = Subject(Model(options.model_size))
     else:
         subject = train_transformer()
     if options.compute_ms is None and not subject.is_runnable:

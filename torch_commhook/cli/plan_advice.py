@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, TypeAlias
 
@@ -133,18 +133,13 @@ def _judge(hook: Any, optimizer: str, *, has_feedback: bool = False) -> Verdict:
             (_judge(each, optimizer) for each in hook.hooks_inside()),
             key=lambda each: (each.loss, each.coarse),
         )
-    kind = _kind_of(hook)
-    if kind is None:
-        return Verdict(Loss.UNKNOWN)
-    return _of_kind(kind, optimizer, has_feedback)
-
-
-def _kind_of(hook: Any) -> int | None:
+    kind = _KINDS.get(type(hook))
     if isinstance(hook, (hooks.compressed, hooks.hierarchical)):
-        if isinstance(hook.codec, codecs.blockwise):
-            return _BITS[hook.codec.bits]
-        return _CODECS.get(type(hook.codec))
-    return _KINDS.get(type(hook))
+        codec = hook.codec
+        kind = _CODECS.get(type(codec))
+        if isinstance(codec, codecs.blockwise):
+            kind = _BITS[codec.bits]
+    return Verdict(Loss.UNKNOWN) if kind is None else _of_kind(kind, optimizer, has_feedback)
 
 
 def _of_kind(kind: int, optimizer: str, has_feedback: bool) -> Verdict:
@@ -169,10 +164,7 @@ def _of_kind(kind: int, optimizer: str, has_feedback: bool) -> Verdict:
 class Advice:
     """The recommended hook.
 
-    Attributes:
-        hook: the hook as text.
-        reason: the recommendation and its reason, in sentences.
-        warnings: sentences about the hooks that hurt the loss.
+    ``reason`` has the recommendation and its reason, and ``warnings`` the hooks that hurt the loss.
     """
 
     hook: str
@@ -204,7 +196,12 @@ def advise(rows: Sequence[Row], compute_seconds: float, optimizer: str) -> Advic
         reason += " Ranks then take steps apart, which changes the training: compare the loss."
     elif loss is Loss.MILD:
         reason += " Compare the loss, which may suffer a little."
-    return Advice(chosen.hook, reason, _warnings(verdicts))
+    of_warning: dict[str, list[str]] = {}  # its hooks
+    for hook, verdict in verdicts.items():
+        if verdict.warning is not None:
+            of_warning.setdefault(verdict.warning, []).append(hook)
+    warnings = [f"{'; '.join(found)}: {warning}" for warning, found in of_warning.items()]
+    return Advice(chosen.hook, reason, warnings)
 
 
 def judge_row(label: str, optimizer: str) -> Verdict:
@@ -248,15 +245,6 @@ def _take(chosen: Row, plain: Row, compute: float) -> str:
     )
 
 
-def _warnings(verdicts: dict[str, Verdict]) -> list[str]:
-    """Each warning once, after its hooks."""
-    of_reason: dict[str, list[str]] = {}
-    for hook, verdict in verdicts.items():
-        if verdict.warning is not None:
-            of_reason.setdefault(verdict.warning, []).append(hook)
-    return [f"{'; '.join(found)}: {reason}" for reason, found in of_reason.items()]
-
-
 # ---- measures hooks on a sharded model, and predicts the time of a step with each ----------------
 #
 # Formulas give the bytes. A reduce-scatter or an all-gather sends ``(W - 1) / W`` of one encoding.
@@ -293,8 +281,8 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """The work of a hook in one step, over any link.
+class Cost:
+    """The work of a hook in one step over any link, and its predicted cost over one.
 
     Attributes:
         hook: the hook as text, with its ``shard_hook`` and ``weights``.
@@ -305,6 +293,9 @@ class Measured:
         compute_seconds: the time to encode, add up and decode.
         error_bytes: bytes of the hook's error memory on each rank.
         shard_error_bytes: bytes of the shard hook's error memory on each rank.
+        wire_seconds: the time of the bytes on the links, with the headers of their packets.
+        step_seconds: the time of the step.
+        ratio: ``step_seconds`` over that of the first row.
     """
 
     hook: str
@@ -315,24 +306,14 @@ class Measured:
     compute_seconds: float
     error_bytes: float
     shard_error_bytes: float
+    wire_seconds: float = 0.0
+    step_seconds: float = 0.0
+    ratio: float = 1.0
 
     @property
     def bytes_sent(self) -> float:
         """The bytes that each rank sends in all."""
         return self.scattered_bytes + self.forward_bytes + self.backward_bytes + self.reduced_bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cost(Measured):
-    """The predicted cost of a hook in one step.
-
-    ``wire_seconds`` is the time of the bytes on the links, with the headers of their packets.
-    ``ratio`` is ``step_seconds`` over that of the first row.
-    """
-
-    wire_seconds: float
-    step_seconds: float
-    ratio: float
 
 
 @dataclass(frozen=True)
@@ -350,7 +331,7 @@ def measure_sharded(
     *,
     shard_hook: str | None = None,
     weights: str | None = None,
-) -> list[Measured]:
+) -> list[Cost]:
     """Measure the time and the bytes of each hook, as ``train`` takes them.
 
     ``shard_hook`` is the hook of the reduce-scatters if the hooks average across replicas, and
@@ -375,7 +356,7 @@ def measure_sharded(
     given = {"shard_hook": shard_hook, "weights": weights}
     compressed = [f"{name}={value}" for name, value in given.items() if value is not None]
     gathers = _gathers(weights, layout)
-    found: list[Measured] = []
+    found: list[Cost] = []
     for text, part in zip(texts, parts, strict=True):
         if compressed and not found:
             found.append(_measured(text, part, plain, _gathers(None, layout), layout))
@@ -386,10 +367,10 @@ def measure_sharded(
 
 def _measured(
     label: str, part: _Part, scatters: _Part, gathers: tuple[_Part, _Part], layout: Layout
-) -> Measured:
+) -> Cost:
     """The figures of a hook, from those of the parts of a step; ``part`` is the hook's own."""
     scatters, reduced = (part, _Part(0.0)) if layout.replicas is None else (scatters, part)
-    return Measured(
+    return Cost(
         hook=label,
         scattered_bytes=scatters.sent,
         forward_bytes=gathers[0].sent,
@@ -402,7 +383,7 @@ def _measured(
 
 
 def plan_sharded(
-    measured: Sequence[Measured],
+    measured: Sequence[Cost],
     *,
     layout: Layout,
     bits_per_second: float,
@@ -430,7 +411,7 @@ def plan_sharded(
         step = compute_seconds + each.compute_seconds + wire
         first = costs[0].step_seconds if costs else step
         ratio = step / first if first else 1.0
-        costs.append(Cost(**asdict(each), wire_seconds=wire, step_seconds=step, ratio=ratio))
+        costs.append(replace(each, wire_seconds=wire, step_seconds=step, ratio=ratio))
     return costs
 
 

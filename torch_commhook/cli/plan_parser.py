@@ -177,18 +177,11 @@ def train_transformer() -> Subject:
         return Subject(Model.of(make()), "train's transformer", make, inputs)
 
 
-def model_of_size(elements: int) -> Subject:
-    """A model of a given number of parameters."""
-    return Subject(Model(elements))
-
-
 def model_of_factory(text: str, inputs: Sequence[Callable[[], Tensor]] | None) -> Subject:
     """The model that a function makes. It is built on the meta device, where it takes no memory.
 
-    Args:
-        text: ``MODULE:FACTORY``, or ``FILE.py:FACTORY``. The factory takes no arguments.
-        inputs: functions that make the model's inputs. None stands for the factory's attribute
-            ``example_inputs``, if it has one.
+    ``text`` names a function without arguments. Without ``inputs``, the model's are those of the
+    function's attribute ``example_inputs``, if it has one.
 
     Raises:
         ModelError: there is no such function, it fails, or it returns no module with parameters.

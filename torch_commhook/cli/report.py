@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# ---- reports a run: the live line, metrics.jsonl, the table and summary.json ---------------------
-
-
 #: The live line shows the mean speed of this many steps.
 _SPEED_STEPS = 20
 #: Columns of the live line: the least for its bar and its title, and the gaps of its four parts.
@@ -302,8 +299,12 @@ class Reporter:
         speed = (len(self._times) - 1) / elapsed if elapsed > 0 else 0.0
         self._file.write(json.dumps(asdict(record)) + "\n")
         self._file.flush()
+        known: dict[str, float | None] = asdict(record)
+        del known["step"]
+        known["fp32_ratio"] = fp32_ratio(record.bytes_sent, record.fp32_bytes)
+        known["seconds_per_step"] = 1 / speed if speed > 0 else None
         for log, _ in self._logs:
-            log(record.step, log_values(record, speed))
+            log(record.step, {name: each for name, each in known.items() if each is not None})
         self._line.update(record, speed)
 
     def close(self) -> None:
@@ -312,14 +313,6 @@ class Reporter:
         self._file.close()
         for _, close in self._logs:
             close()
-
-
-def log_values(record: StepRecord, speed: float) -> dict[str, float]:
-    """The known numbers of a step for a log, by name; ``speed`` is in steps per second."""
-    found = {name: value for name, value in asdict(record).items() if name != "step"}
-    found["fp32_ratio"] = fp32_ratio(record.bytes_sent, record.fp32_bytes)
-    found["seconds_per_step"] = 1 / speed if speed > 0 else None
-    return {name: value for name, value in found.items() if value is not None}
 
 
 def _lines_up_to(path: Path, step: int) -> list[str]:

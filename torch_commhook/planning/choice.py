@@ -66,12 +66,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """The hook for a model.
-
-    Attributes:
-        number: its index among the candidates.
-        reason: the reason, in words.
-    """
+    """The hook for a model: its index among the candidates, and the reason in words."""
 
     number: int
     reason: str
@@ -86,11 +81,8 @@ def choose(
 ) -> Choice:
     """The hook with the shortest step among those with a small enough error.
 
-    Args:
-        candidates: the first is ``allreduce()``. It stays unless another one saves 5 % of its step.
-        max_error: the largest allowed error.
-        link: the link of the predictions.
-        has_computing: whether the predicted steps contain the model's computing time.
+    ``allreduce()``, which is first, stays unless another one saves 5 % of its step. The predictions
+    are for ``link``, and contain the model's computing time if ``has_computing``.
     """
     plain, *others = candidates
     admitted = [i for i, each in enumerate(candidates) if i and each.error <= max_error]
@@ -136,11 +128,8 @@ def predict(
 ) -> float:
     """The predicted time of a step, in seconds from the end of the step before.
 
-    Args:
-        measured: the figures of the hook.
-        link: the link of each rank.
-        buckets: the elements of each bucket, in the order of a backward.
-        ready: the time at which each bucket is full, in seconds, with a hook that computes nothing.
+    ``buckets`` has the elements of each bucket, in the order of a backward. ``ready`` has the time
+    at which it is full, in seconds, with a hook that computes nothing.
     """
     shares = [size / sum(buckets) for size in buckets]
     # Hooks compute on the backward's processor, so each bucket's work delays the later buckets.
@@ -167,15 +156,9 @@ def choose_hook(
 ) -> Choice:
     """Measure hooks on a model, and choose one. All ranks call it at the same point.
 
-    Args:
-        hooks: the first is ``allreduce()``.
-        max_error: the largest allowed error.
-        buckets: the model's buckets.
-        first_steps: the records of the model's first steps on this rank.
-        group: the ranks.
-
-    Returns:
-        The same choice on all ranks. Rank 0 logs all figures at level INFO, other ranks at DEBUG.
+    The first hook is ``allreduce()``. ``first_steps`` are the records of the model's first steps on
+    this rank. The choice is the same on all ranks. Rank 0 logs all figures at level INFO, other
+    ranks at DEBUG.
 
     Raises:
         RuntimeError: a collective failed.
@@ -272,7 +255,8 @@ def _measured(hook: Hook, buckets: Sequence[BucketMemory], wire: Wire) -> Measur
     # Messages of allreduce() have the gradients' dtype.
     elements = sum(bucket.numel for bucket in buckets)
     nbytes = sum(bucket.numel * bucket.dtype.itemsize for bucket in buckets)
-    return replace(found, issued=scaled(found.issued, nbytes / (4 * elements)))
+    factor = nbytes / (4 * elements)
+    return replace(found, chains=tuple(scaled(chain, factor) for chain in found.chains))
 
 
 def _nodes(hook: Hook) -> int:
@@ -336,17 +320,15 @@ def relative_error(
 ) -> float:
     """The distance of a hook's results from the means, divided by the means' length.
 
-    All ranks call it. The definition is that of :func:`torch_commhook.testing.simulate`, over all
-    buckets together.
+    All ranks call it, and a copy of the hook runs. The definition is that of
+    :func:`torch_commhook.testing.simulate`, over all buckets together. It is infinite if the hook
+    cannot average such gradients.
 
     Args:
-        hook: the hook; a copy runs.
+        hook: the hook.
         sample: this rank's gradients, a list for each bucket.
         means: the flat mean over the ranks, for each bucket.
         group: the ranks.
-
-    Returns:
-        The relative error; infinite if the hook cannot average such gradients.
 
     Raises:
         RuntimeError: a collective failed.

@@ -114,11 +114,7 @@ class LinkFile:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the file.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Write the file; raises OSError if that fails."""
         Path(path).write_text(self.text(), encoding="utf-8")
 
     @classmethod
@@ -130,13 +126,11 @@ class LinkFile:
                 the reason.
         """
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            found = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ValueError(f"{os.fspath(path)}: {error.strerror or error}") from error
         except UnicodeDecodeError as error:
             raise ValueError(_no_file(path, "it is not text")) from error
-        try:
-            found = json.loads(text)
         except ValueError as error:
             raise ValueError(_no_file(path, f"it is not valid JSON ({error})")) from error
         except RecursionError as error:

@@ -74,12 +74,13 @@ class Measured:
             results.
         overlaps: whether it works while the backward computes.
         every: the number of steps from one exchange to the next.
-        issued: the calls that a rank issues in an exchange, with all gradients in one bucket.
+        chains: the calls that a rank issues in an exchange, with all gradients in one bucket: a
+            chain for each hook of a ``policy``, else one. In a chain, a call waits for the one
+            before it.
         agreement: the calls that a rank issues at the end of a step.
         connections: the number of a rank's connections that attaching the hook adds.
         members: as in :class:`torch_commhook.planning.formulas.Work`; empty if the number of nodes
             is not given, or the hook has no formulas.
-        beside: calls at the same time: a chain for each further hook of a ``policy``.
         fragments: the number of parts of the model that take turns in ``every`` steps.
         delay: the number of steps during which computing hides the exchange of a part.
         is_ddp: whether this is DDP without a hook. Its buckets wait for one another.
@@ -90,19 +91,13 @@ class Measured:
     compute_seconds: float
     overlaps: bool = True
     every: int = 1
-    issued: Calls = field(default=(), repr=False)
+    chains: tuple[Calls, ...] = field(default=(), repr=False)
     agreement: Calls = field(default=(), repr=False)
     connections: int = 0
     members: Members = field(default_factory=dict, repr=False)
-    beside: tuple[Calls, ...] = field(default=(), repr=False)
     fragments: int = 1
     delay: int = 0
     is_ddp: bool = False
-
-    @property
-    def chains(self) -> tuple[Calls, ...]:
-        """All calls of a rank. In each chain, a call waits for the one before it."""
-        return (self.issued, *self.beside)
 
 
 def measure(
@@ -186,11 +181,10 @@ def measure(
                 compute_seconds=computed,
                 overlaps=not getattr(hook, "keeps_ranks_apart", False),
                 every=outer.every,
-                issued=work.chains[0] if work.chains else (),
+                chains=work.chains,
                 agreement=() if is_ddp else agreement,
                 connections=0 if is_ddp else added,
                 members=work.members,
-                beside=work.chains[1:],
                 fragments=outer.fragments,
                 delay=outer.delay,
                 is_ddp=is_ddp,
@@ -206,12 +200,11 @@ def _work(hook: Any, model: Model, world_size: int, nodes: int | None) -> Work:
     """
     if isinstance(hook, library_hooks.policy):
         parts = [_work(each, part, world_size, nodes) for each, part in _parts_of(hook, model)]
-        return Work(
-            sum(part.bytes_sent for part in parts),
-            tuple(_on_model(chain) for part in parts for chain in part.chains),
-            _members_of(parts),
-            hook,
-        )
+        chains = tuple(_on_model(chain) for part in parts for chain in part.chains)
+        members: Members = {}
+        if all(part.members for part in parts):  # each has a formula
+            members = {name: each for part in parts for name, each in part.members.items()}
+        return Work(sum(part.bytes_sent for part in parts), chains, members, hook)
     if nodes is not None:
         with_ranks_per_node(hook, world_size // nodes)
     goes_by_shape = isinstance(without_memory(hook), library_hooks.powersgd)
@@ -247,13 +240,6 @@ def _on_model(chain: Calls) -> Calls:
     """The calls with a common name for the group of all ranks; simulations give it other names."""
     groups = {each.group for each in chain}
     return tuple(replace(each, group=MODEL) if len(groups) == 1 else each for each in chain)
-
-
-def _members_of(parts: Sequence[Work]) -> Members:
-    """The members of all parts' groups; empty if a part has no formula."""
-    if not all(part.members for part in parts):
-        return {}
-    return {name: members for part in parts for name, members in part.members.items()}
 
 
 def _all(chains: Sequence[Calls]) -> list[Issued]:
@@ -451,8 +437,7 @@ def with_bench_times(
         there_too = replace(  # the same hook on the model of the file
             each,
             bytes_sent=each.bytes_sent * scale,
-            issued=scaled(each.issued, scale),
-            beside=tuple(scaled(chain, scale) for chain in each.beside),
+            chains=tuple(scaled(chain, scale) for chain in each.chains),
         )
         own = None if took is None else _computing(there_too, took, alone, file, there)
         if own is None:

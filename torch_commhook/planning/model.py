@@ -173,10 +173,7 @@ class Model:
 def square_shapes(elements: int, model_elements: int, shards: int = 1) -> list[Shape]:
     """The shapes of a rank's elements of a model that consists mostly of square matrices.
 
-    Args:
-        elements: the number of elements of the rank.
-        model_elements: the number of elements of the whole model.
-        shards: the number of shards of each matrix; the rank has one of them.
+    The rank has one of the ``shards`` of each matrix of the model, in all ``elements`` elements.
     """
     side = max(1, math.isqrt(min(elements * shards, model_elements // _MATRICES)))
     height = -(-side // shards)
@@ -371,11 +368,6 @@ def measure_step(module: nn.Module, inputs: Sequence[Any], optimizer: str = "ada
 
     A step is a forward, a backward, the copy of all gradients into DDP's buckets, and a step of the
     optimizer. A first step, which creates buffers, does not count. Parameters keep their values.
-
-    Args:
-        module: a module with its parameters on this machine.
-        inputs: the arguments of the module's call.
-        optimizer: ``adamw`` or ``sgd``.
 
     Raises:
         ValueError: another optimizer; no parameter requires a gradient; or the module returns no

@@ -177,10 +177,7 @@ class Wire:
     def trip(self, first: int, others: Sequence[int], quiet_seconds: float) -> float:
         """The seconds in which a byte goes from ``first`` to others and back; 0 on other ranks.
 
-        Args:
-            first, others: ranks. One byte goes to each of the others.
-            quiet_seconds: the time for which all further ranks sleep, since they may share
-                processors.
+        All further ranks sleep for ``quiet_seconds``, since they may share processors.
         """
         there = {(first, other) for other in others}
         back = {(other, first) for other in others}
@@ -204,17 +201,11 @@ class Wire:
         return 0.0
 
     def arrivals(self, nbytes: int, count: int) -> list[float]:
-        """The arrival times of many messages that are under way at once, in order.
+        """The arrival times of messages that are under way at once: seconds on this rank, in order.
 
-        If ranks exchange messages, there is memory for all of them beforehand.
-
-        Args:
-            nbytes: the bytes of each message.
-            count: the number of messages that this rank sends, and receives. They take turns on the
-                connections.
-
-        Returns:
-            Seconds on this rank since a common beginning, which is uncertain by the delay.
+        This rank sends ``count`` messages of ``nbytes``, which take turns on the connections, and
+        receives as many. The ranks' beginning is uncertain by the delay. Ranks that exchange
+        messages have memory for all of them beforehand.
         """
         sent = self._bytes("sent", nbytes)
         received = self._bytes("received", nbytes * count).view(count, nbytes)
@@ -314,8 +305,10 @@ _LEAST_QUIET, _MOST_QUIET = 0.005, 0.1
 _FIRST_BYTES, _GROWTH, _ROUGH_SECONDS, _ROUGH_ROUND_TRIPS = 1 << 16, 4, 0.1, 4
 #: Measured flows: their seconds, or their round trips if these take longer.
 _FLOW_SECONDS, _FLOW_ROUND_TRIPS = 0.4, 16
-#: In a brief measurement: the round trips of a flow, and those after which no flow begins.
-_BRIEF_FLOW_ROUND_TRIPS, _BRIEF_ROUND_TRIPS = 6, 16
+#: In a brief measurement: the seconds of a flow and those after which no flow begins, or the round
+#: trips if these take longer.
+_BRIEF_FLOW_SECONDS, _BRIEF_FLOW_ROUND_TRIPS = 0.05, 6
+_BRIEF_SECONDS, _BRIEF_ROUND_TRIPS = 0.2, 24
 #: The least and the most messages of a flow, and their bytes: a flow has more than the least number
 #: only if each message is large, and no message is smaller than the least one.
 _LEAST_MESSAGES, _MOST_MESSAGES = 12, 40
@@ -389,10 +382,11 @@ def measure_briefly(wire: Wire, connect: Callable[[], object]) -> Link:
     round_trip = measure_round_trip(wire, 0.0, is_brief=True)
     if round_trip < _FAR_SECONDS:
         return Link(round_trip)
-    seconds, flow = _BRIEF_ROUND_TRIPS * round_trip, _BRIEF_FLOW_ROUND_TRIPS * round_trip
-    one = measure_rate(wire, round_trip, seconds, flow)
+    seconds = max(_BRIEF_SECONDS, _BRIEF_ROUND_TRIPS * round_trip)
+    flow_seconds = max(_BRIEF_FLOW_SECONDS, _BRIEF_FLOW_ROUND_TRIPS * round_trip)
+    one = measure_rate(wire, round_trip, seconds, flow_seconds)
     connect()
-    return Link(round_trip, {1: one, MANY: measure_rate(wire, round_trip, seconds, flow)})
+    return Link(round_trip, {1: one, MANY: measure_rate(wire, round_trip, seconds, flow_seconds)})
 
 
 def _is_local(wire: Wire) -> bool:
@@ -443,11 +437,8 @@ def measure_rate(
 ) -> float:
     """The rate of the slowest rank's link, in bits per second each way, with headers.
 
-    Args:
-        wire: the ranks.
-        round_trip: the round trip in seconds.
-        seconds: the time after which no flow begins, except the first one.
-        flow_seconds: the time of a flow; None for 0.4 seconds, or 16 round trips if they are more.
+    No flow but the first begins after ``seconds``. A flow takes ``flow_seconds``, by default 0.4
+    seconds, or 16 round trips if they are more.
     """
     begun = time.perf_counter()
     if flow_seconds is None:
@@ -496,9 +487,6 @@ class Flow:
 
         The mean rate since the first bytes arrived, or should have, is an upper limit: after a
         pause a rank finds several messages at once, which makes the slope too high.
-
-        Args:
-            round_trip: the round trip in seconds.
         """
         first, last = self.seconds[0], self.seconds[-1]
         times = [when for when in self.seconds if when >= first + _BEGINNING * (last - first)]

@@ -140,7 +140,10 @@ def simulate(
     check_timeout("simulate", timeout)
     sent_before = [0] * len(gradients)
 
-    means = _exact_means(gradients)
+    means = [  # over the ranks, of each gradient
+        torch.stack([_exact(gradient) for gradient in ranks]).mean(0)
+        for ranks in zip(*gradients, strict=True)
+    ]
 
     def run_rank(rank: int, links: Links) -> tuple[list[Tensor], list[float], float]:
         own_hook, own_state = _copies(called, state)
@@ -252,14 +255,6 @@ def _checked(grads_per_rank: Gradients) -> list[list[Tensor]]:
                 f"{kinds[0]} on rank 0 and {kind} on rank {rank}"
             )
     return [[gradient.detach() for gradient in gradients] for gradients in ranks]
-
-
-def _exact_means(gradients: list[list[Tensor]]) -> list[Tensor]:
-    """The mean over the ranks of each gradient."""
-    return [
-        torch.stack([_exact(gradient) for gradient in ranks]).mean(0)
-        for ranks in zip(*gradients, strict=True)
-    ]
 
 
 def _error(results: Sequence[Tensor], means: Sequence[Tensor]) -> float:

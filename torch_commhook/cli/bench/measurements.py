@@ -282,18 +282,13 @@ def _with_hook(model: StandIn, text: str, seconds: float) -> tuple[float, float 
 LINK_SIZES = tuple(1 << power for power in range(10, 27, 2))
 #: The share of the part's time for the rate and the round trip.
 _FIGURES = 0.5
-_LEAST_OF_A_SIZE, _MOST_OF_A_SIZE = 3, 30
+#: The least and the most messages of a size.
+_OF_A_SIZE = 3, 30
 
 
 @dataclass(frozen=True)
 class LinkPart:
-    """The measurements of the link.
-
-    Attributes:
-        figures: the rates and the round trip.
-        messages: the times of messages, by size.
-        left_out: the reason for each size in bytes that was not measured.
-    """
+    """The measurements of the link, and the reason for each size in bytes that was not measured."""
 
     figures: Link
     messages: list[Message]
@@ -312,19 +307,17 @@ def measure_link_part(wire: Wire, seconds: float) -> LinkPart:
         wanted = figures.round_trip + sent * 8 / bits_per_second
         if sent > MOST_BYTES:
             left_out[size] = f"{wire.ranks} ranks would need too much memory"
-        elif number and wanted * (1 + _LEAST_OF_A_SIZE) > left:
+        elif number and wanted * (1 + _OF_A_SIZE[0]) > left:
             left_out[size] = f"one takes about {wanted:.1f} s; give more --seconds"
         else:
             begun = time.perf_counter()
             share = left / (len(LINK_SIZES) - number)
-            messages.append(Message(size, _median(wire, size, share)))
+            wire.seconds(size)  # allocates memory, and lets TCP adapt
+            took = median_within(partial(_message, wire, size), wire.largest, share, *_OF_A_SIZE)
+            messages.append(Message(size, took))
             left -= float(wire.shared(time.perf_counter() - begun).max())
     return LinkPart(figures, messages, left_out)
 
 
-def _median(wire: Wire, nbytes: int, seconds: float) -> float:
-    """The median time in seconds in which each rank sends a message, on the slowest rank."""
-    wire.seconds(nbytes)  # allocates memory, and lets TCP adapt
-    return median_within(
-        lambda: [wire.seconds(nbytes)], wire.largest, seconds, _LEAST_OF_A_SIZE, _MOST_OF_A_SIZE
-    )
+def _message(wire: Wire, nbytes: int) -> list[float]:
+    return [wire.seconds(nbytes)]

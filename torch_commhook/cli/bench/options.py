@@ -26,15 +26,15 @@ from torch_commhook.cli.option_types import (
 )
 from torch_commhook.cli.outputs import check_file, check_picture
 from torch_commhook.cli.plan_parser import (
+    Subject,
     format_count,
     model_of_factory,
-    model_of_size,
     parse_count,
 )
 from torch_commhook.cli.train_config import DEFAULT_HOOKS, MOST_RANKS, is_no_hook
 from torch_commhook.cli.train_options import available_cores, check_device, check_world_size
 from torch_commhook.hooks.expressions import NO_HOOK, check_hook, is_file_reference, parse_hook
-from torch_commhook.planning.model import OPTIMIZERS
+from torch_commhook.planning.model import OPTIMIZERS, Model
 from torch_commhook.wording import pluralize
 
 #: Name of each part of a run: its share of the run's time.
@@ -151,7 +151,7 @@ def _resolve(options: BenchOptions, local_ranks: int) -> BenchOptions:
         )
     with of_option("--model"):
         if options.model is None:
-            subject = model_of_size(options.elements)
+            subject = Subject(Model(options.elements))
         else:
             subject = model_of_factory(options.model, None)
     source = "" if subject.name is None else f" of {subject.name}"

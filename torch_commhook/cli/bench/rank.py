@@ -47,13 +47,6 @@ if TYPE_CHECKING:
 NO_LINK = "one rank has no link; --ranks 2, or bench under torchrun, measures one"
 
 
-def heading(found: LinkFile, threads: int, torch_version: str) -> str:
-    """The first line: the ranks, their backend and their device."""
-    ranks = pluralize(found.ranks, "rank")
-    where = "CUDA" if found.device == "cuda" else pluralize(threads, "thread")
-    return f"commhook bench: {ranks} over {found.backend}, {where} each, torch {torch_version}"
-
-
 def link_text(part: LinkPart, ranks: int) -> str:
     """The rate, the round trip, the rate of more connections, and a row for each message."""
     figures = part.figures
@@ -245,7 +238,10 @@ def run_rank(options: BenchOptions, place: LaunchEnvironment) -> None:
         if world.rank == 0 and not options.json:
             print(f"{text}\n", flush=True)
 
-    say(heading(found, options.threads, torch.__version__))
+    ranks = pluralize(found.ranks, "rank")
+    where = "CUDA" if found.device == "cuda" else pluralize(options.threads, "thread")
+    torch_version = torch.__version__
+    say(f"commhook bench: {ranks} over {found.backend}, {where} each, torch {torch_version}")
     for part in options.parts:
         found = _with_part(part, found, world, options, say)
     if world.rank == 0:
