@@ -208,7 +208,7 @@ class _AttachingToModule(Attaching):
                     "module in a new DistributedDataParallel"
                 )
         self._check_parameters()
-        self.claim(self._parameters)
+        self.check_unshared(self._parameters)
         shared = {"the parameters": described(self._parameters), **self._shared()}
         if not isinstance(model, DistributedDataParallel) and self._group().size() > 1:
             shared |= check_values(
@@ -344,7 +344,7 @@ class _AttachingWithElastic(_AttachingToModule):
         self._check_parameters()
         check_elastic_hook(self.attached)
         self._check_state()
-        self.claim(self._parameters)
+        self.check_unshared(self._parameters)
         self.attached.connections = 1
         return {}
 

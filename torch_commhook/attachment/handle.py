@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import sys
 from abc import ABC, abstractmethod
@@ -15,12 +16,13 @@ from typing import Any, SupportsIndex
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from torch_commhook import _C
-from torch_commhook.attachment.parameters import claim, release
 from torch_commhook.attachment.road import (
     Road,
+    attached_hooks,
     compared_settings,
     road_in_use,
     roads,
@@ -141,10 +143,8 @@ class HookHandle:
             road.attached = None
             road.after_backward(self._attached.let_go)
             model = road.model()
-            if model is not None:
-                release(model)
-                if not road.is_alive and not road.is_closing:
-                    roads.pop(model, None)
+            if model is not None and not road.is_alive and not road.is_closing:
+                roads.pop(model, None)
             stop_watching_optimizers()
 
     def __enter__(self) -> HookHandle:
@@ -518,7 +518,7 @@ class Attaching(ABC):
 
     @abstractmethod
     def check(self) -> dict[str, object]:
-        """Check the arguments and the model, and claim its parameters.
+        """Check the arguments and the model.
 
         Returns:
             The settings that must be the same on all ranks.
@@ -554,7 +554,6 @@ class Attaching(ABC):
                 road.attached = None  # closes a new road: the next hook may have other settings
             if not road.is_alive:
                 roads.pop(self.model, None)
-        release(self.model)
 
     # ---- checks of any kind of model -------------------------------------------------------------
 
@@ -606,17 +605,30 @@ class Attaching(ABC):
             if value is not None:
                 raise ValueError(f"attach: {name} must {must}; got {value!r} for {what}")
 
-    def claim(self, parameters: list[tuple[str, Tensor]]) -> None:
-        """Claim parameters for the model; as :func:`claim`."""
-        claim(parameters, self.model, _name_of_hook)
+    def check_unshared(self, parameters: list[tuple[str, Tensor]]) -> None:
+        """Refuse parameters of another model with a hook. DDP models may share them, as without."""
+        taken = self._taken(parameters)
+        if taken is not None:
+            gc.collect()  # an unused DDP may be waiting for collection
+            taken = self._taken(parameters)
+        if taken is not None:
+            name, hook_name = taken
+            raise RuntimeError(
+                f"attach: parameter '{name}' also belongs to another module, to which hook "
+                f"'{hook_name}' is attached already"
+            )
 
-
-def _name_of_hook(model: nn.Module) -> str | None:
-    """The name of the hook that is attached to a model, or None."""
-    first = roads.get(model)
-    road = None if first is None else road_in_use(first)
-    attached = None if road is None or not road.is_alive else road.attached
-    return None if attached is None else attached.name
+    def _taken(self, parameters: list[tuple[str, Tensor]]) -> tuple[str, str] | None:
+        """A parameter of another model with a hook, and that hook's name; None if there is none."""
+        names = {id(parameter): name for name, parameter in parameters}
+        is_ddp = isinstance(self.model, DistributedDataParallel)
+        for model, attached in attached_hooks():
+            if model is self.model or (is_ddp and isinstance(model, DistributedDataParallel)):
+                continue
+            name = next((names[id(p)] for p in model.parameters() if id(p) in names), None)
+            if name is not None:
+                return name, attached.name
+        return None
 
 
 def begin_hook(first: Road, attached: Attached, op: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Collection, MutableMapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch._utils import _flatten_dense_tensors
 from torch.distributed._composable.contract import _get_registry
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_commhook import _C
 from torch_commhook.autograd.registration import is_inside
@@ -239,69 +238,6 @@ def _ddp_of(parameter: Tensor) -> DistributedDataParallel | None:
         each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)
     ]
     return next((ddp for ddp in found if any(p is parameter for p in ddp.parameters())), None)
-
-
-#: The models that have claimed each parameter.
-_owners: MutableMapping[Tensor, list[weakref.ref[nn.Module]]] = WeakIdKeyDictionary()
-
-
-def claim(
-    parameters: list[tuple[str, Tensor]],
-    owner: nn.Module,
-    name_of_hook: Callable[[nn.Module], str | None],
-) -> None:
-    """Claim parameters for one model. DDP models may share them, as without a hook.
-
-    Args:
-        parameters: names and parameters.
-        owner: the model.
-        name_of_hook: returns the name of the hook that is attached to a model, or None.
-
-    Raises:
-        RuntimeError: one belongs to another model that has a hook.
-    """
-    taken = _taken(parameters, owner, name_of_hook)
-    if taken is not None:
-        gc.collect()  # an unused DDP may be waiting for collection
-        taken = _taken(parameters, owner, name_of_hook)
-    if taken is not None:
-        name, hook_name = taken
-        raise RuntimeError(
-            f"attach: parameter '{name}' also belongs to another module, to which hook "
-            f"'{hook_name}' is attached already"
-        )
-    for _, parameter in parameters:
-        _owners[parameter] = [*map(weakref.ref, _others(parameter, owner)), weakref.ref(owner)]
-
-
-def release(owner: nn.Module) -> None:
-    """Release the parameters that a model has claimed."""
-    for parameter in owner.parameters():
-        others = _others(parameter, owner)
-        if others:
-            _owners[parameter] = [*map(weakref.ref, others)]
-        else:
-            _owners.pop(parameter, None)  # its weak reference would prevent swap_tensors
-
-
-def _others(parameter: Tensor, owner: nn.Module) -> list[nn.Module]:
-    """The models other than the owner that have claimed a parameter."""
-    models = [reference() for reference in _owners.get(parameter, ())]
-    return [model for model in models if model is not None and model is not owner]
-
-
-def _taken(
-    parameters: list[tuple[str, Tensor]],
-    owner: nn.Module,
-    name_of_hook: Callable[[nn.Module], str | None],
-) -> tuple[str, str] | None:
-    may_share = (DistributedDataParallel,) if isinstance(owner, DistributedDataParallel) else ()
-    for name, parameter in parameters:
-        for model in _others(parameter, owner):
-            hook_name = None if isinstance(model, may_share) else name_of_hook(model)
-            if hook_name is not None:
-                return name, hook_name
-    return None
 
 
 # ---- a model's values that rank 0 sends to the others --------------------------------------------

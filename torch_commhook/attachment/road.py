@@ -267,17 +267,17 @@ class _Begun(threading.local):
 _begun = _Begun()
 
 
-def _attached() -> list[Attached]:
-    """The attached hooks, in an order that is the same on all ranks."""
+def attached_hooks() -> list[tuple[nn.Module, Attached]]:
+    """The models with hooks, and these hooks, in an order that is the same on all ranks."""
     models = [reference() for reference in roads.keyrefs()]  # other threads may attach hooks
-    found = [roads.get(model) for model in models if model is not None]
-    hooks = [road_in_use(first).attached for first in found if first is not None]
-    return [attached for attached in hooks if attached is not None]
+    found = [(model, roads.get(model)) for model in models if model is not None]
+    hooks = [(model, road_in_use(first).attached) for model, first in found if first is not None]
+    return [(model, attached) for model, attached in hooks if attached is not None]
 
 
 def _local_steps() -> list[Any]:
     """The :class:`LocalSteps` of the attached hooks that have them, in order."""
-    return [each.local_steps for each in _attached() if each.local_steps is not None]
+    return [each.local_steps for _, each in attached_hooks() if each.local_steps is not None]
 
 
 def watch_optimizers(attached: Attached) -> None:
@@ -310,7 +310,7 @@ def stop_watching_optimizers() -> None:
         return  # the garbage collector calls this while an optimizer iterates over its hooks
     while _counting_handles and not _local_steps():
         _counting_handles.pop().remove()
-    while _handles and not _attached():
+    while _handles and not attached_hooks():
         _handles.pop().remove()
 
 
@@ -325,11 +325,13 @@ def _at_exit() -> None:
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     in_backward = is_in_backward()
     # A compiler that traces step() would break its graph below.
-    looks = not torch.compiler.is_compiling() and any(each.lacks_scaler for each in _attached())
+    looks = not torch.compiler.is_compiling() and any(
+        each.lacks_scaler for _, each in attached_hooks()
+    )
     if not in_backward and not (looks and _scaler_calls()):
         return
     own = [p for group in optimizer.param_groups for p in group["params"]]
-    for attached in _attached():
+    for _, attached in attached_hooks():
         if not attached.memory.store.has_any_of(own):
             continue
         if in_backward:

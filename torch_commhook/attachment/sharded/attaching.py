@@ -102,7 +102,7 @@ class AttachingToShards(Attaching):
                 )
             self._shard_attached = self._checked_on(True, shard_hook, None, is_shard_hook=True)
         shared = {**self._shared(), **self.common_settings()}
-        self.claim(_parameters(model, units))
+        self.check_unshared(_parameters(model, units))
         return shared
 
     def _checked_on(
