@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import attach, hooks
 from torch_commhook.attachment import road
+from torch_commhook.attachment.elastic import ElasticStep
 from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.memory.watches import ScaleJumpDetector
 
@@ -102,6 +104,26 @@ def test_a_scale_that_is_none_on_one_rank_ends_the_step_on_all(rank: int, road: 
     with backward_of(road):
         model(batch(rank, 0)).sum().backward()
     handle.remove()
+
+
+def test_errors_of_an_elastic_step_that_is_undone_have_its_scale() -> None:
+    scaler, model, handle = _counted("module", 1.0)
+    model(batch(0, 0)).sum().backward()
+    own, memory = handle._attached, handle._attached.memory
+    before = [tensor.clone() for tensor in memory.changing_tensors()]
+    assert any(tensor.any() for tensor in before)
+    scaler.scale = 4.0
+    step = ElasticStep(own, handle._road.reducer)
+    step.train_with(SimpleNamespace())  # the ranks, which no call below asks
+    own.look_at_scale(in_join=False)
+    step.choose()
+    for tensor in memory.changing_tensors():
+        tensor.zero_()
+    step.undo()
+    after = list(memory.changing_tensors())
+    handle.remove()
+    for tensor, old in zip(after, before, strict=True):
+        torch.testing.assert_close(tensor, 4.0 * old, rtol=0, atol=0)
 
 
 class Halved(hooks.Hook):

@@ -54,6 +54,7 @@ class Memory:
 
     remembers_nothing = True
     error_bytes = 4 * _ELEMENTS
+    scale = 1.0
 
     def __init__(self, buckets: int) -> None:
         self.errors = [torch.zeros(_ELEMENTS) for _ in range(buckets)]

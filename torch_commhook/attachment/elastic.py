@@ -405,6 +405,9 @@ class ElasticStep(EagerStep, RepeatableStep):
         """Do nothing: the hook is called in Python, which can repeat a call."""
 
     def choose(self) -> None:
+        memory = self.attached.memory
+        if memory.scale != self._kept.scale:  # since then its errors were converted
+            self._kept = KeptMemory(memory)
         if self.failure is None:
             try:
                 super().choose()

@@ -386,9 +386,10 @@ class HookMemory(ModelMemory):
 
 
 class KeptMemory:
-    """Copies of a hook's memory."""
+    """Copies of a hook's memory, whose errors have the units of gradients with :attr:`scale`."""
 
     def __init__(self, memory: HookMemory) -> None:
+        self.scale = memory.scale
         with torch.inference_mode(False), torch.no_grad():
             self._copies: list[tuple[Tensor, Tensor]] = [
                 (tensor, tensor.clone()) for tensor in memory.changing_tensors()
