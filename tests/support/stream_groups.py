@@ -90,7 +90,7 @@ def _with_kernels() -> list[str]:
     """The library's operators that have kernels for devices, as for CUDA."""
     names = ["flatten", "flatten.out", "flatten_stats", "unflatten", "unflatten_into"]
     names += ["check_finite", "sum_rows"]
-    for codec in ("blockwise", "chunk_topk", "fp8", "randomk", "sign", "topk"):
+    for codec in sorted(CODECS):
         operators = ("encode", "decode", "decode_sum", "reduce")
         names += [f"{codec}_{each}" for each in operators]
     return [each for each in names if hasattr(torch.ops.commhook, each.partition(".")[0])]

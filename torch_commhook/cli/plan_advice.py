@@ -19,7 +19,11 @@ from torch_commhook.collectives.futures import await_lazy
 from torch_commhook.collectives.gloo_groups import resolve_group
 from torch_commhook.hooks.expressions import is_file_reference, parse_codec, parse_hook
 from torch_commhook.memory.bucket_memory import BucketMemory, ShardedBucket
-from torch_commhook.memory.sharded_memory import ReplicaMemory, ShardedParameter, UnshardedMemory
+from torch_commhook.memory.sharded_memory import (
+    ReplicaMemory,
+    ShardedParameter,
+    WholeGradientMemory,
+)
 from torch_commhook.metrics import WireMeter, counting
 from torch_commhook.planning.model import (
     MOST_MEASURED,
@@ -498,7 +502,7 @@ def _scattering(
     """
     size, cpu = torch.Size([elements * ranks]), torch.device("cpu")
     form = ShardedParameter("p", size, 0, ranks, torch.float32, cpu)
-    memories = UnshardedMemory()
+    memories = WholeGradientMemory()
     memories.set_sharded([form], rank=rank)
     attached = Attached.checked(copy.deepcopy(hook), None, memories)
     placeholders = memories.shards_of(["p"])

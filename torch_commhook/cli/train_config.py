@@ -333,10 +333,10 @@ def check_hook_fits(expression: str, *, on_shards: bool) -> None:
         ShardedOptionError: the text names no hook, or one that cannot.
     """
     from torch_commhook.attachment.sharded.fsdp import check_fits
-    from torch_commhook.memory.sharded_memory import ReplicaMemory, UnshardedMemory
+    from torch_commhook.memory.sharded_memory import ReplicaMemory, WholeGradientMemory
     from torch_commhook.step.attached_hook import Attached
 
-    memory: HookMemory = UnshardedMemory() if on_shards else ReplicaMemory()
+    memory: HookMemory = WholeGradientMemory() if on_shards else ReplicaMemory()
     with _refusals():
         check_hook(expression)
         hook = None if is_file_reference(expression) else parse_hook(expression)

@@ -2,7 +2,7 @@
 
 The base has the form of a message, the methods, and the operators' fakes. In C++, in
 ``csrc/ops/codecs``: ``block_codec.h``; and for each codec its operators (``<name>.cpp``), CPU
-kernels (``<name>_kernels.inl``) and arithmetic (``blockwise_math.h``, ``fp8_math.h``).
+kernels (``<name>_kernels.inl``) and arithmetic (``<name>_math.h``).
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from torch_commhook.memory.states import (
 )
 
 
-class UnshardedMemory(HookMemory):
+class WholeGradientMemory(HookMemory):
     """Memory of whole gradients, when each rank gets its shard of their sum.
 
     A bucket's elements are ordered by rank: a parameter's gradient has one piece per shard. A state
@@ -63,7 +63,7 @@ class UnshardedMemory(HookMemory):
         self.set_parameters(named, rank=rank, world_size=parameters[0].shards)
 
     def new_for_same_model(self) -> HookMemory:
-        other = UnshardedMemory()
+        other = WholeGradientMemory()
         other.set_sharded(list(self._parameters.values()), rank=self.rank)
         other.replica, other.part = self.replica, self.part
         other.scaler = self.scaler

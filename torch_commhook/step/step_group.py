@@ -9,26 +9,27 @@ end of a step, a rank that has all results tells all other ranks, which takes ha
 among more than 16 ranks half of log2 of their number. If each rank left some parameter unused, the
 ranks then exchange one byte for each parameter: whether it was used.
 
-No rank ends the step without all others. A rank that fails does not reach this point. It writes the
-reason to the store and leaves the group. What it has sent before still arrives; ranks that wait for
-more of it, in a hook, in a wait or at the end, get an error at once, find the reason, and leave as
-well. So all ranks raise in the same step. It matters that a rank leaves behind its messages:
-another rank may still be at the end of the step before, which this one has ended. A failure that
-ended all messages of a group at once would undo that step on some ranks alone.
+No rank ends the step without all others. A rank that fails does not reach this point:
+:meth:`StepGroup.fail_with` writes the reason to the store and leaves the group. What it has sent
+before still arrives; ranks that wait for more of it, in a hook, in a wait or at the end, get an
+error at once, find the reason, and leave as well. So all ranks raise in the same step. It matters
+that its messages still arrive: another rank may still be at the end of the step before, which this
+one has ended. A failure that ended all messages of a group at once would undo that step on some
+ranks alone.
 
 A rank writes its address to the store, and reads those of the others. Two ranks connect when one
 first expects a message of the other. When a hook is attached, all gather a greeting of each, with a
 digest of the hook and its settings. So they learn at once that all are there and have the same
 hook. Rank 0's parameters travel while ranks continue, if they have at most 64 MiB.
 
-After a failed step all ranks join a new channel when the next step begins, under another prefix in
-the store, over the connections that they have. First each rank writes the number of its attempt to
-the store, and rank 0 writes the list of all attempts. A rank joins only if rank 0's list contains
-its latest attempt; stale attempts are ignored. Other models' groups over the same ranks fail
-together with one, because the rank may have left a backward before it reached them. If a rank's
-process has ended, the first rank that notices writes this as the reason, and blames no rank that is
-alive. The group keeps its name and identity, because compiled code finds it by name; only its
-backend gets another channel.
+After a failed step all ranks join a new channel when the next step begins
+(:meth:`StepGroup.connect`), under another prefix in the store, over the connections that they have.
+First each rank writes the number of its attempt to the store, and rank 0 writes the list of all
+attempts. A rank joins only if rank 0's list contains its latest attempt; stale attempts are
+ignored. Other models' groups over the same ranks fail together with one, because the rank may have
+left a backward before it reached them. If a rank's process has ended, the first rank that notices
+writes this as the reason, and blames no rank that is alive. The group keeps its name and identity,
+because compiled code finds it by name; only its backend gets another channel.
 
 The backend of the tensors' device decides how a failed step ends. Tensors on a device travel over
 the model's group, while the ranks agree over a Gloo group for the CPU. The library makes that group

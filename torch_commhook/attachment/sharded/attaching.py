@@ -21,7 +21,7 @@ from torch_commhook.attachment.sharded.unit import ReduceScatter, Unit
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.agreement import agree_across
 from torch_commhook.collectives.gloo_groups import group_rank
-from torch_commhook.memory.sharded_memory import ReplicaMemory, UnshardedMemory
+from torch_commhook.memory.sharded_memory import ReplicaMemory, WholeGradientMemory
 from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.bucket_hooks import BucketHooks
 from torch_commhook.wording import warn_user
@@ -114,7 +114,9 @@ class AttachingToShards(Attaching):
         is_shard_hook: bool = False,
     ) -> Attached:
         """A hook, checked."""
-        attached = self.checked(hook, state, UnshardedMemory() if on_shards else ReplicaMemory())
+        attached = self.checked(
+            hook, state, WholeGradientMemory() if on_shards else ReplicaMemory()
+        )
         attached.stats.of_shards = on_shards
         attached.bucket_hooks = ShardedHooks(on_shards=on_shards)
         check_fits(attached, is_shard_hook=is_shard_hook)
@@ -158,9 +160,9 @@ class AttachingToShards(Attaching):
         for each in (self.attached, self._shard_attached):
             if each is None:
                 continue
-            assert isinstance(each.memory, (UnshardedMemory, ReplicaMemory))
+            assert isinstance(each.memory, (WholeGradientMemory, ReplicaMemory))
             each.memory.part = part
-            if isinstance(each.memory, UnshardedMemory):
+            if isinstance(each.memory, WholeGradientMemory):
                 assert shards is not None
                 each.memory.set_sharded(forms, rank=group_rank(shards))
         if replicas is not None:
@@ -169,7 +171,7 @@ class AttachingToShards(Attaching):
             memory.shard = (0, 1) if shards is None else (group_rank(shards), shards.size())
             memory.parameters = forms
             if self._shard_attached is not None:
-                assert isinstance(self._shard_attached.memory, UnshardedMemory)
+                assert isinstance(self._shard_attached.memory, WholeGradientMemory)
                 self._shard_attached.memory.replica = group_rank(replicas), replicas.size()
                 memory.of_shard_hook = self._shard_attached.memory
             named = [each for unit in self._units for each in unit.named_shards()]

@@ -1,4 +1,4 @@
-"""All uses of undocumented parts of ``fully_shard``, and which hooks fit it."""
+"""Nearly all uses of undocumented parts of ``fully_shard``, and which hooks fit it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torch_commhook.attachment.parameters import class_name
 from torch_commhook.hooks.base import FunctionHook, Hook
-from torch_commhook.memory.sharded_memory import UnshardedMemory
+from torch_commhook.memory.sharded_memory import WholeGradientMemory
 from torch_commhook.memory.sharded_states import ShardedParameter
 from torch_commhook.step.attached_hook import Attached
 
@@ -477,7 +477,7 @@ def check_fits(attached: Attached, op: str = "attach", *, is_shard_hook: bool = 
         is_shard_hook: whether it is a ``shard_hook``, beside a hook that averages across replicas.
     """
     hook = attached.hook
-    on_shards = isinstance(attached.memory, UnshardedMemory)
+    on_shards = isinstance(attached.memory, WholeGradientMemory)
     if _scales_steps(hook):
         raise TypeError(
             f"{op}: {hook} scales all gradients of a step after their average, which no hook can "

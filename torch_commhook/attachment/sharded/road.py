@@ -28,7 +28,7 @@ from torch_commhook.attachment.road import Road
 from torch_commhook.attachment.sharded import fsdp
 from torch_commhook.attachment.sharded.fsdp import check_backward, check_fits
 from torch_commhook.attachment.sharded.step import (
-    Exchange,
+    Reduction,
     Roots,
     ShardedReplica,
     ShardedStep,
@@ -51,7 +51,7 @@ from torch_commhook.collectives.plain import issue_reduce_scatter
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory.bucket_memory import BucketWithMemory, ShardedBucket
 from torch_commhook.memory.hook_memory import HookMemory
-from torch_commhook.memory.sharded_memory import ReplicaMemory, UnshardedMemory
+from torch_commhook.memory.sharded_memory import ReplicaMemory, WholeGradientMemory
 from torch_commhook.metrics import (
     BucketTraffic,
     WireMeter,
@@ -108,7 +108,7 @@ class ShardedRoad(Road):
         self.device: torch.device = first.device
         self._forget: weakref.finalize[..., Any] | None = None
         self._counted: list[Attached] = []  # in this step
-        self._has_hooks = False  # in this step
+        self._runs_module_hooks = False  # in this step
         self._step = ShardedStep(
             process_groups(units), fsdp.replica_group(first), self._step_begins, self._step_done
         )
@@ -161,7 +161,7 @@ class ShardedRoad(Road):
     def post_backward(self, unit: Unit, *unused: Any) -> None:
         """Note that a unit's gradients are complete; ``fully_shard`` reduces them now."""
         if self._step.is_under_way(unit.number):  # a module that ran twice: its gradients add up
-            self._step.wait_for_exchanges()
+            self._step.wait_for_reductions()
         before, self._reducing = self._reducing, unit
         try:
             check_backward()
@@ -175,7 +175,7 @@ class ShardedRoad(Road):
             self._reducing = before
 
     def reduce_scatter(self, unit: Unit, out: Tensor, tensor: Tensor, op: fsdp.ReduceOp) -> None:
-        """Sum a unit's gradients over the shards' ranks.
+        """Average a unit's gradients over the shards' ranks: their sum, times :meth:`Unit.scale`.
 
         Raises:
             PeerError: it failed on another rank.
@@ -193,7 +193,7 @@ class ShardedRoad(Road):
                     future = issue_reduce_scatter(tensor, out, op, group, scale=scale)
                 wait_for(future, step_group)
             else:
-                assert isinstance(attached.memory, UnshardedMemory)
+                assert isinstance(attached.memory, WholeGradientMemory)
                 placeholders = attached.memory.shards_of([each.name for each in unit.reduced])
                 memory = attached.memory_of(placeholders, unit.number)
                 bucket = ShardedBucket(
@@ -216,13 +216,13 @@ class ShardedRoad(Road):
                 traffic = meter.traffic(tensor.numel(), tensor.dtype)
 
                 def finish() -> None:
-                    assert isinstance(attached.memory, UnshardedMemory)
+                    assert isinstance(attached.memory, WholeGradientMemory)
                     if memory is not None:
                         attached.memory.clear_padding(memory)
                     self._count(attached, unit, traffic)
 
                 self._step.wait_or_add(
-                    Exchange(unit.number, future, where, step_group, finish, out), goes_on
+                    Reduction(unit.number, future, where, step_group, finish, out), goes_on
                 )
         except Exception as error:
             raise self._step.fail_with(error, step_group) from None
@@ -230,9 +230,11 @@ class ShardedRoad(Road):
             self._attached.stats.bytes_scattered += meter.bytes_sent
 
     def _may_go_on(self, unit: Unit, op: object, dtype: torch.dtype, group: StepGroup) -> bool:
-        """Whether an exchange may end with the backward: nothing needs its result earlier."""
+        """Whether a reduction may end with the backward: nothing needs its result earlier."""
         is_last = self._replicas is None or group is self._replicas
-        return is_last and not self._has_hooks and fsdp.is_written_last(unit.group, op, dtype)
+        return (
+            is_last and not self._runs_module_hooks and fsdp.is_written_last(unit.group, op, dtype)
+        )
 
     def all_reduce(self, tensor: Tensor, options: dist.AllreduceOptions) -> None:
         """Average a unit's shard across replicas."""
@@ -265,6 +267,7 @@ class ShardedRoad(Road):
     def _run_on_replicas(
         self, attached: Attached, unit: Unit, tensor: Tensor, op: Any, step_group: StepGroup
     ) -> None:
+        # The hook gives a mean. With a divide factor fully_shard asks for a sum, and divides it.
         factor = 1.0 if op == dist.ReduceOp.AVG else float(step_group.size)
         apart = attached.keeps_ranks_apart
         if apart:
@@ -293,9 +296,9 @@ class ShardedRoad(Road):
             if not apart:
                 self._count(attached, unit, call.traffic)
 
-        exchange = Exchange(unit.number, call.future, call.where, step_group, finish, tensor)
+        reduction = Reduction(unit.number, call.future, call.where, step_group, finish, tensor)
         goes_on = self._may_go_on(unit, op, tensor.dtype, step_group)
-        self._step.wait_or_add(exchange, goes_on)
+        self._step.wait_or_add(reduction, goes_on)
 
     def all_gather(
         self, out: Tensor, tensor: Tensor, group: dist.ProcessGroup
@@ -366,7 +369,7 @@ class ShardedRoad(Road):
     def _step_begins(self) -> None:
         self._counted = []
         model = self.model() if self.device.type == "cpu" else None  # only the CPU overlaps
-        self._has_hooks = model is not None and fsdp.runs_hooks_in_backward(model)
+        self._runs_module_hooks = model is not None and fsdp.runs_hooks_in_backward(model)
         if not self._roots.are_in_backward:  # of modules grouped for fully_shard, one ran alone
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
         for attached in self._all_attached():
@@ -451,7 +454,7 @@ class ShardedRoad(Road):
         attached.use_group(group, self.device)
         self._prepare(attached)
         lost = attached.memory.error_bytes
-        if lost and isinstance(attached.memory, UnshardedMemory):
+        if lost and isinstance(attached.memory, WholeGradientMemory):
             warn_user(
                 f"torch_commhook: {attached.hook} keeps errors of whole gradients, "
                 f"{lost / 2**20:.1f} MiB on each rank, which do not shrink with the number of "
@@ -461,7 +464,7 @@ class ShardedRoad(Road):
     def _prepare(self, attached: Attached) -> None:
         """Let a hook ask for its memory of all parameters before the first step."""
         for unit in self._units:
-            if isinstance(attached.memory, UnshardedMemory):
+            if isinstance(attached.memory, WholeGradientMemory):
                 names = [each.name for each in unit.parameters.values()]
                 parameters = attached.memory.shards_of(names)
             else:

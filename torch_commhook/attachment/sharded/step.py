@@ -28,7 +28,7 @@ from torch_commhook.attachment.sharded.unit import Unit
 from torch_commhook.step.attached_hook import DRAIN_SECONDS
 from torch_commhook.step.step_group import RunningBackward, StepGroup
 
-# ---- collectives that fully_shard requests, and exchanges that run while the backward continues --
+# ---- collectives that fully_shard requests; reductions that run while a backward continues ---
 
 
 def wait_for(
@@ -40,14 +40,14 @@ def wait_for(
 
 
 @dataclass
-class Exchange:
-    """An exchange of one unit's gradients.
+class Reduction:
+    """The reduction of one unit's gradients.
 
     Attributes:
         unit: the unit's number.
-        future: completes when the exchange has ended.
+        future: completes when the reduction has ended.
         where: names the waiting operation in errors.
-        group: the group of the exchange.
+        group: the group of the reduction.
         finish: writes the result.
         target: the result's destination. It contains NaN if nothing is written.
     """
@@ -116,7 +116,7 @@ class ShardedStep:
         self._taking_part: list[StepGroup] = []  # in the open step
         self._in_exchange = False
         self._on_begin = on_begin
-        self._under_way: list[Exchange] = []  # that nobody has waited for yet, in order
+        self._under_way: list[Reduction] = []  # that nobody has waited for yet, in order
         self._on_end = on_end
         self._backward: RunningBackward | None = None
         self.is_open = False
@@ -201,43 +201,43 @@ class ShardedStep:
         """End the step, if one is open, together with all ranks."""
         if not self.is_open:  # it has failed
             return
-        self.wait_for_exchanges()
+        self.wait_for_reductions()
         self._end()
         self.is_open = False
         self._on_end()
 
-    def wait_or_add(self, exchange: Exchange, goes_on: bool) -> None:
-        """Let an exchange continue, or wait for it."""
+    def wait_or_add(self, reduction: Reduction, goes_on: bool) -> None:
+        """Let a reduction continue, or wait for it."""
         if goes_on:
-            self._under_way.append(exchange)
+            self._under_way.append(reduction)
         else:
-            exchange.wait()
+            reduction.wait()
 
     def is_under_way(self, unit: int) -> bool:
-        return any(exchange.unit == unit for exchange in self._under_way)
+        return any(each.unit == unit for each in self._under_way)
 
-    def wait_for_exchanges(self) -> None:
-        """Wait for all exchanges.
+    def wait_for_reductions(self) -> None:
+        """Wait for all reductions.
 
         Raises:
             Exception: one failed. The others' results are not written.
         """
         while self._under_way:
-            exchange = self._under_way.pop(0)
+            reduction = self._under_way.pop(0)
             try:
-                exchange.wait()
+                reduction.wait()
             except Exception as error:
-                exchange.target.fill_(math.nan)
-                raise self.fail_with(error, exchange.group) from None
+                reduction.target.fill_(math.nan)
+                raise self.fail_with(error, reduction.group) from None
 
-    def _drop_exchanges(self) -> None:
-        """Wait for the exchanges of a failed step, and write NaN."""
+    def _drop_reductions(self) -> None:
+        """Wait for the reductions of a failed step, and write NaN."""
         deadline = time.monotonic() + DRAIN_SECONDS
         while self._under_way:
-            exchange = self._under_way.pop(0)
+            reduction = self._under_way.pop(0)
             with suppress(Exception):  # a consequence of the failure
-                _C.wait_for(exchange.future, max(deadline - time.monotonic(), 0.0))
-            exchange.target.fill_(math.nan)
+                _C.wait_for(reduction.future, max(deadline - time.monotonic(), 0.0))
+            reduction.target.fill_(math.nan)
 
     def _end(self) -> None:
         for group in self._taking_part:
@@ -265,7 +265,7 @@ class ShardedStep:
         self.is_open = self._in_exchange = False
         for group in groups:
             group.fail(reason)
-        self._drop_exchanges()
+        self._drop_reductions()
 
     @property
     def _failing(self) -> list[StepGroup]:
