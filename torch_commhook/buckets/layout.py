@@ -71,7 +71,11 @@ class BucketLayout:
             self.offsets.append(self.numel)
             self.lengths.append(parameter.numel())
             self.sizes.append(parameter.shape)
-            like = parameter if dense else torch.empty(parameter.shape, device="meta")
+            like = (
+                parameter
+                if dense
+                else torch.empty(parameter.shape, dtype=torch.float32, device="meta")
+            )
             self.strides.append(tuple(like.stride()))
             self._orders.append(order)
             self.numel += parameter.numel()
