@@ -248,3 +248,11 @@ def test_what_is_wrong_with_a_state_for_other_ranks_is_named(
     first, second = run_ranks(_state, 2, hook)
     with pytest.raises(ValueError, match=f"reshard_states: .*{re.escape(message)}"):
         reshard_states([first, changed(second, path, change)], 1)
+
+
+def test_a_shared_tensor_of_another_size_is_named_before_it_is_cut() -> None:
+    entry = "shared", "local_sgd_momentum", "0.bias"
+    wrong = [changed(state, entry, "scalar") for state in run_ranks(_state, 2, LOCAL)]
+    said = r"reshard_states: .*'local_sgd_momentum' of parameter '0\.bias' must have 16 elements"
+    with pytest.raises(ValueError, match=said):
+        reshard_states(wrong, 4, shards=2)

@@ -101,6 +101,7 @@ class HookHandle:
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         local_steps = self._attached.local_steps
         if local_steps is not None and not is_finalizing():
+            # Only the next exchanges can give the ranks the same parameters now.
             local_steps.warn_if_apart("lost its handle")
 
     @property

@@ -229,7 +229,7 @@ roads: weakref.WeakKeyDictionary[nn.Module, Road] = weakref.WeakKeyDictionary()
 
 
 def road_in_use(first: Road) -> Road:
-    """The road that a model's hook uses at the moment."""
+    """The road that a model's hook uses at the moment: another may have replaced the first."""
     return first if first.successor is None else first.successor
 
 

@@ -237,7 +237,7 @@ def _in_ddp(model: nn.Module, config: TrainConfig, world: World) -> DistributedD
     caps = list(config.bucket_cap_mb)
     sizes: dict[str, Any] = {"bucket_cap_mb": max(caps)}
     if len(caps) > 1 and "bucket_cap_mb_list" in signature(DistributedDataParallel).parameters:
-        sizes = {"bucket_cap_mb_list": caps}  # torch 2.13 and newer
+        sizes = {"bucket_cap_mb_list": caps}  # before torch 2.13 all have the largest size
     ddp = DistributedDataParallel(
         model,
         device_ids=None if world.device.type == "cpu" else [world.device],

@@ -97,6 +97,8 @@ def is_gloo_or_own(group: dist.ProcessGroup) -> bool:
 
 def wire_backend(group: dist.ProcessGroup) -> _C.WireBackend | None:
     """The backend for the CPU of a group over the library's transport, a user's too."""
+    if _CPU not in getattr(group, "_device_types", ()):  # else the search would raise an error
+        return None
     backend = _backend_for(group, _CPU)
     return backend if isinstance(backend, _C.WireBackend) else None
 

@@ -254,7 +254,7 @@ class auto(Hook):  # noqa: N801 (a hook is written as it is called)
         return found
 
     def propose(self, memory: HookMemory, number: int, reason: str) -> None:
-        """Propose the candidate of a number for a model, with the reason in words.
+        """Propose the hook ``candidates[number]`` for a model, with the reason in words.
 
         It counts once the current step has succeeded on all ranks.
         """

@@ -300,6 +300,10 @@ def cut_states(
 
             def piece(kind: str, name: str, tensor: Tensor, shard: int = shard) -> Tensor:
                 parameter = _parameter(name, forms, shards, refuse)
+                count = math.prod(parameter.shape)
+                if tensor.numel() != count:
+                    what = entry_name(kind, name)
+                    raise refuse(f"{what} must have {count} elements, got {tensor.numel()}")
                 one = parameter.pieces(tensor.reshape(parameter.shape))[shard]
                 return one.reshape(-1) if kind in FOLDED_INTO else one
 

@@ -367,7 +367,7 @@ def step_seconds(
 ) -> float:
     """The time of a step in seconds. Buckets travel while the backward computes the next ones.
 
-    The arguments are those of :func:`plan`.
+    The arguments are those of :func:`plan`; ``measured`` is what :func:`measure` returns.
     """
     elements = sum(buckets)
     shares = [size / elements for size in buckets]

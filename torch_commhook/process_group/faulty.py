@@ -468,43 +468,65 @@ class _HangingWork(Work):
 
     def __init__(self, what: str, seconds: float) -> None:
         super().__init__()
-        self._what = f"FaultyProcessGroup: {what}"
-        self._error: Exception = TimeoutError(
-            f"{self._what} hangs, and has taken longer than {seconds:g} s"
-        )
+        self._what, self._seconds = what, seconds
+        self._until = _C.steady_seconds() + seconds
         self._ended = threading.Event()
-        self._future: torch.futures.Future[Any] = torch.futures.Future()
+        self._how = ""
         self._lock = threading.RLock()
-        self._timer = _TIMERS.call_at(_C.steady_seconds() + seconds, self._fail)
+        self._future: torch.futures.Future[Any] | None = None
+        self._timer = 0
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        seconds = 0.0 if timeout is None else timeout.total_seconds()
-        self._ended.wait(min(seconds, threading.TIMEOUT_MAX) if seconds > 0 else None)
-        raise type(self._error)(*self._error.args)  # each caller needs its own traceback
+        left = min(self._until - _C.steady_seconds(), threading.TIMEOUT_MAX)
+        if timeout is not None and timeout > timedelta(0):
+            left = min(left, timeout.total_seconds())
+        self._ended.wait(max(left, 0.0))
+        raise self._error()
 
     def is_completed(self) -> bool:
-        return self._ended.is_set()
+        return self._ended.is_set() or _C.steady_seconds() >= self._until
+
+    def is_success(self) -> bool:
+        return False
 
     def exception(self) -> BaseException | None:
-        return self._error if self.is_completed() else None
+        return self._error() if self.is_completed() else None
 
     def get_future(self) -> torch.futures.Future[Any]:
-        return self._future
+        with self._lock:
+            if self._future is None:
+                self._future = torch.futures.Future()
+                if self._ended.is_set():
+                    self._fail()
+                else:
+                    self._timer = _TIMERS.call_at(self._until, self._fail)
+            return self._future
 
     def abort(self) -> None:
         self.end("aborted")
 
     def end(self, how: str) -> None:
         """Fail now."""
-        _TIMERS.cancel(self._timer)
-        self._fail(RuntimeError(f"{self._what} hung and was {how}"))
-
-    def _fail(self, error: Exception | None = None) -> None:
         with self._lock:
-            if not self._ended.is_set():
-                self._error = error or self._error
-                self._ended.set()
-                self._future.set_exception(self._error)
+            if self.is_completed():
+                return
+            self._how = how
+            self._ended.set()
+            if self._future is not None:
+                _TIMERS.cancel(self._timer)
+                self._fail()
+
+    def _fail(self) -> None:
+        with self._lock:
+            if self._future is not None and not self._future.done():
+                self._future.set_exception(self._error())
+
+    def _error(self) -> Exception:
+        if self._how:
+            return RuntimeError(f"FaultyProcessGroup: {self._what} hung and was {self._how}")
+        return TimeoutError(
+            f"FaultyProcessGroup: {self._what} hangs, and has taken longer than {self._seconds:g} s"
+        )
 
 
 class _Rule:

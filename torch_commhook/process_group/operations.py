@@ -29,7 +29,10 @@ def _hook_op_name() -> Any:
         "ALLGATHER_INTO_TENSOR_COALESCED REDUCE_SCATTER_BASE REDUCE_SCATTER_TENSOR_COALESCED "
         "ALLTOALL_BASE UNKNOWN"
     )
-    return enum.Enum("HookOpName", names, start=0)
+    make: Any = enum.Enum
+    made = make("HookOpName", names, start=0)
+    made.__doc__ = "The operation of a hook's call: the names and values of torch 2.15."
+    return made
 
 
 #: The operation of a hook's call. PyTorch's own if possible, so that one hook serves its groups and

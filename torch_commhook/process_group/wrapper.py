@@ -130,7 +130,8 @@ class WrapperProcessGroup(ProcessGroup):
 
     def _issue(self, operation: str, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
         """Start a collective by ``call()``, inside the context, and wrap its Work."""
-        with self.context(operation, arguments) or nullcontext():
+        around = self.context(operation, arguments)
+        with nullcontext() if around is None else around:
             work = call()
         return self.wrap_work(operation, arguments, work)
 

@@ -1,4 +1,7 @@
-"""The parameters of a reducer: checks, writes, use, and the hooks that report gradients."""
+"""The parameters of a reducer: checks, writes, use, and the hooks that report gradients.
+
+Also what steps and compiled code know of a reducer, and the agreement of a rank that is alone.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +133,11 @@ class ReducerParameters:
     def locally_used(
         self, buckets: Sequence[BucketState], agreement: StepGroup | NoAgreement
     ) -> Tensor:
-        """Whether this rank has used each parameter: uint8, on the CPU."""
+        """Whether this rank has used each parameter: uint8, on the CPU.
+
+        Raises:
+            RuntimeError: it has not used all, and the ranks cannot tell each other.
+        """
         used = torch.ones(len(self.names), dtype=torch.uint8, device="cpu")
         missing = missing_in(buckets)
         if missing:

@@ -301,14 +301,14 @@ _FEW_PAIRED = 4
 #: The least and the most seconds that the other ranks wait meanwhile.
 _LEAST_QUIET, _MOST_QUIET = 0.005, 0.1
 #: Rough flows: the bytes of the first one. Each next one has four times as many, until a flow takes
-#: this many seconds and this many round trips.
+#: this many seconds (in a brief measurement those of a flow) and this many round trips.
 _FIRST_BYTES, _GROWTH, _ROUGH_SECONDS, _ROUGH_ROUND_TRIPS = 1 << 16, 4, 0.1, 4
 #: Measured flows: their seconds, or their round trips if these take longer.
 _FLOW_SECONDS, _FLOW_ROUND_TRIPS = 0.4, 16
 #: In a brief measurement: the seconds of a flow and those after which no flow begins, or the round
 #: trips if these take longer.
-_BRIEF_FLOW_SECONDS, _BRIEF_FLOW_ROUND_TRIPS = 0.05, 6
-_BRIEF_SECONDS, _BRIEF_ROUND_TRIPS = 0.2, 24
+_BRIEF_FLOW_SECONDS, _BRIEF_FLOW_ROUND_TRIPS = 0.03, 6
+_BRIEF_SECONDS, _BRIEF_ROUND_TRIPS = 0.1, 24
 #: The least and the most messages of a flow, and their bytes: a flow has more than the least number
 #: only if each message is large, and no message is smaller than the least one.
 _LEAST_MESSAGES, _MOST_MESSAGES = 12, 40
@@ -441,9 +441,10 @@ def measure_rate(
     seconds, or 16 round trips if they are more.
     """
     begun = time.perf_counter()
+    rough_seconds = max(flow_seconds or _ROUGH_SECONDS, _ROUGH_ROUND_TRIPS * round_trip)
     if flow_seconds is None:
         flow_seconds = max(_FLOW_SECONDS, _FLOW_ROUND_TRIPS * round_trip)
-    bytes_per_second = _rough_rate(wire, round_trip, begun, seconds)
+    bytes_per_second = _rough_rate(wire, round_trip, begun, seconds, rough_seconds)
     of_flows: list[list[float]] = []  # the rates of all ranks, for each flow
     means: list[float] = []
     while True:
@@ -458,14 +459,15 @@ def measure_rate(
     return slowest * 8 / PAYLOAD
 
 
-def _rough_rate(wire: Wire, round_trip: float, begun: float, seconds: float) -> float:
-    """Bytes per second of the first flow that is long enough."""
+def _rough_rate(
+    wire: Wire, round_trip: float, begun: float, seconds: float, rough_seconds: float
+) -> float:
+    """Bytes per second of the first flow that takes ``rough_seconds``."""
     nbytes = _FIRST_BYTES
     while True:
         flow = _flow(wire, nbytes, min(_LEAST_MESSAGES, nbytes // _FIRST_BYTES))
         took, elapsed = wire.largest(flow.seconds[-1], time.perf_counter() - begun)
-        is_long = took >= max(_ROUGH_SECONDS, _ROUGH_ROUND_TRIPS * round_trip)
-        if is_long or elapsed > seconds or _GROWTH * nbytes > MOST_BYTES:
+        if took >= rough_seconds or elapsed > seconds or _GROWTH * nbytes > MOST_BYTES:
             return float(nbytes / max(took - round_trip, took / 4))
         nbytes *= _GROWTH
 

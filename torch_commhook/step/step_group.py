@@ -565,7 +565,7 @@ def _destroy_all(groups: Collection[ConnectedGroup]) -> None:
 
 
 def tell_unreachable(parent: dist.ProcessGroup, error: BaseException) -> None:
-    """Tell the other ranks that this one could not make a group with them."""
+    """Tell the other ranks that this one could not make the first group of ``parent`` with them."""
     store = group_store(parent)
     assert store is not None
     name, timeout = _name_of(parent, 0), group_timeout(parent)

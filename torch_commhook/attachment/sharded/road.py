@@ -115,7 +115,7 @@ class ShardedRoad(Road):
         # The ranks with other shards, and those with the same ones.
         self._shards = self._step.group_of(fsdp.scatter_group(first) or fsdp.shard_group(first))
         self._replicas = self._step.group_of(fsdp.replica_group(first))
-        group = self._replicas or self._shards
+        group = self._replicas or self._shards  # the hook's: across replicas, or among shards
         assert group is not None
         super().__init__(model, group)
         self._weights = weights

@@ -11,6 +11,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from torch_commhook.cli.doctor import build, network
@@ -102,15 +103,16 @@ def _settings(options: argparse.Namespace) -> tuple[Settings, list[Finding]]:
         if place is None or place.launcher_pid is not None:
             return settings, []
         settings = replace(settings, place=place)
-        meeting = None if place.size == 1 else meet(place, options.timeout)
-        return replace(settings, meeting=meeting), []
+        if place.size > 1:
+            # without torch, or with one that lacks torch.distributed
+            with suppress(ImportError, OSError, AttributeError):
+                settings = replace(settings, meeting=meet(place, options.timeout))
+        return settings, []
     except LaunchError as error:
         reason = str(error)
         advice = "Start doctor by torchrun or srun, or unset RANK, WORLD_SIZE and MASTER_ADDR."
     except NoMeetingError as error:
         reason, advice = error.args
-    except (ImportError, OSError, AttributeError):  # no torch, or one without torch.distributed
-        return settings, []
     return settings, [Finding("this rank", reason, "error", advice, group="ranks")]
 
 

@@ -124,12 +124,12 @@ def all_gather_single(calls: Sequence[Call]) -> Results:
 def for_root(collective: Collective) -> Collective:
     """A collective whose results only the root gets."""
 
-    @functools.wraps(collective)
     def run(calls: Sequence[Call]) -> Results:
         return [
             values if rank == calls[0].root else [] for rank, values in enumerate(collective(calls))
         ]
 
+    run.__doc__ = (collective.__doc__ or "").replace("each rank", "the root")
     return run
 
 

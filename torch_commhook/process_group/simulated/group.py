@@ -93,7 +93,9 @@ class SimulatedProcessGroup(ProcessGroup):
         """Accept no more collectives."""
         self._is_shut_down = True
 
-    abort = shutdown
+    def abort(self) -> None:
+        """As :meth:`shutdown`."""
+        self.shutdown()
 
     # ---- issuing ---------------------------------------------------------------------------------
 
