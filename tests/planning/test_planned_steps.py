@@ -47,6 +47,16 @@ def test_what_follows_the_optimizer_is_hidden_by_nothing() -> None:
     assert open_.step_seconds == pytest.approx(4.5)
 
 
+def test_chains_also_have_their_old_names() -> None:
+    chains = (Issued("all", Traffic("allreduce", 2, 8, 8.0)),), (), ()
+    measured = Measured("allreduce()", 1.0, 0.0, chains=chains)
+    with pytest.warns(DeprecationWarning, match=r"use chains\[0\]") as told:
+        assert measured.issued == chains[0]
+    assert told[0].filename == __file__
+    with pytest.warns(DeprecationWarning, match=r"use chains\[1:\]"):
+        assert measured.beside == chains[1:]
+
+
 def test_headers_are_on_the_wire_too() -> None:
     hook = sending(1.514)
     assert hook.bytes_sent == pytest.approx(1_448_000)

@@ -48,6 +48,7 @@ from torch_commhook.planning.wire import (
 )
 from torch_commhook.process_group.simulated.link import Issued
 from torch_commhook.step.link import PAYLOAD
+from torch_commhook.wording import warn_user
 
 # ---- measures the computing time and the traffic of hooks in a step ------------------------------
 #
@@ -98,6 +99,18 @@ class Measured:
     fragments: int = 1
     delay: int = 0
     is_ddp: bool = False
+
+    @property
+    def issued(self) -> Calls:
+        """Deprecated: the first of :attr:`chains`."""
+        warn_user("Measured.issued is deprecated: use chains[0]", DeprecationWarning)
+        return self.chains[0] if self.chains else ()
+
+    @property
+    def beside(self) -> tuple[Calls, ...]:
+        """Deprecated: the further ones of :attr:`chains`."""
+        warn_user("Measured.beside is deprecated: use chains[1:]", DeprecationWarning)
+        return self.chains[1:]
 
 
 def measure(
