@@ -406,20 +406,20 @@ class CompressedCall:
         sources: list[Tensor],
         error: Tensor | None,
         rounding: Tensor | None,
-        encode: Callable[..., None],
+        encode_with: Callable[..., None],
     ) -> None:
         """Encode this rank's values, measure the message's error if it is due, and decay it.
 
         Args:
             sources, error, rounding: as for ``Codec.encode``.
-            encode: the codec's method, of these.
+            encode_with: the codec's method, of these.
         """
         measured = None
         if self.meter is not None and self.meter.is_due():
             measured = MessageError(sources, error)
         with timed(self.meter, "encode"):
             lost = error_for(self.codec, error)
-            encode(sources, error=lost, rounding=rounding)
+            encode_with(sources, error=lost, rounding=rounding)
             keep_error(error, lost)
         if self.meter is not None and measured is not None:
             measured.note(self.meter, self.codec, error, rounding)

@@ -182,11 +182,11 @@ class EagerStep:
             seconds = self._group.timeout.total_seconds()
             results = cpp.finish([bucket.index for bucket in late], seconds)
         except TypeError as error:
-            self.explain(error)
+            self.raise_known_cause(error)
             raise
         return list(zip(late, results, strict=True))
 
-    def explain(self, error: BaseException) -> None:
+    def raise_known_cause(self, error: BaseException) -> None:
         """Raise the cause of a C++ hook's error on the last started bucket, if it is known."""
         if self.cpp is None or not isinstance(error, TypeError):
             return

@@ -385,7 +385,7 @@ class Reducer(ReducerState):
         step = None if self._eager is None else self._eager.step
         try:
             if step is not None:
-                step.explain(error)
+                step.raise_known_cause(error)
         except TypeError as explained:
             error = explained
         self._abort(step, error)

@@ -101,7 +101,7 @@ class ShardedRoad(Road):
         self._all_units = units
         self._units = [unit for unit in units if unit.parameters]
         self._attached: Attached | None = None
-        #: The hook of the reduce-scatters; on a mesh of one dimension the attached hook.
+        #: The hook in the reduce-scatters; on a mesh of one dimension it is the attached one.
         self.shard_attached: Attached | None = None
         self._reducing: Unit | None = None
         first = units[0].group

@@ -158,7 +158,7 @@ class Unit:
         number: its number among the model's units. The last module's unit, whose gradients come
             first, is 0. Units that are not trained have -1.
         parameters: the description of each that requires grad, by the id of PyTorch's object.
-        reduced: those with gradients that are being reduced, in order.
+        reduced: those whose gradients this backward reduces, in order.
         shards: this rank's shards, by name, with the tensors of which they are views.
         own: the communication of ``fully_shard`` without a hook.
     """
