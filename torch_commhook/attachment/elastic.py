@@ -406,7 +406,7 @@ class ElasticStep(EagerStep, RepeatableStep):
 
     def choose(self) -> None:
         memory = self.attached.memory
-        if memory.scale != self._kept.scale:  # since then its errors were converted
+        if memory.scale != self._kept.scale:  # look_at_scale() has converted its errors
             self._kept = KeptMemory(memory)
         if self.failure is None:
             try:

@@ -607,7 +607,7 @@ class Attaching(ABC):
                 raise ValueError(f"attach: {name} must {must}; got {value!r} for {what}")
 
     def check_unshared(self, parameters: list[tuple[str, Tensor]]) -> None:
-        """Refuse parameters of another model with a hook. DDP models may share them, as without."""
+        """Refuse parameters of another model with a hook. Only DDP models may share theirs."""
         taken = self._taken(parameters)
         if taken is not None:
             gc.collect()  # an unused DDP may be waiting for collection

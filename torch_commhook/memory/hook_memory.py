@@ -386,7 +386,7 @@ class HookMemory(ModelMemory):
 
 
 class KeptMemory:
-    """Copies of a hook's memory, whose errors have the units of gradients with :attr:`scale`."""
+    """Copies of a hook's memory. Its errors are in the units of gradients with this ``scale``."""
 
     def __init__(self, memory: HookMemory) -> None:
         self.scale = memory.scale
