@@ -172,7 +172,7 @@ def test_many_buckets_and_ranks_are_planned_in_few_messages() -> None:
         delay_seconds=0.01,
         buckets=[1] * 10_000,
     )
-    # 10,000 all-reduces of 40 MB at once, each twice around the ring, and the agreement of two ranks.
+    # 10,000 all-reduces of 40 MB at once, each twice around the ring, and the agreement of two.
     assert cost.round_trips == pytest.approx(2 * 1023 / 2 + 0.5)
 
 
