@@ -11,21 +11,14 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from unittest import mock
 
 import torch.distributed as dist
 from wire_ranks import WireRanks
 
-from torch_commhook.collectives.gloo_groups import destroy_group, make_group
-from torch_commhook.collectives.wire import ServedPort, close_in_forks, number_and_inode
+from torch_commhook.collectives import gloo_groups
+from torch_commhook.collectives.gloo_groups import destroy_group, make_group, sockets_of, state_of
 from torch_commhook.elastic.membership import Heartbeats
-
-
-class _Connections:
-    def __init__(self, *found: tuple[int, int]) -> None:
-        self._found = list(found)
-
-    def sockets(self) -> list[tuple[int, int]]:
-        return self._found
 
 
 @contextmanager
@@ -57,34 +50,36 @@ def _count(found: list[tuple[int, int]]) -> int:
     return count
 
 
+def _inode(number: int) -> int:
+    return os.fstat(number).st_ino
+
+
 def test_a_connection_ends_while_a_forked_process_lives() -> None:
-    client, accepted = socket.socketpair()
-    client.settimeout(20)
-    connections = _Connections(number_and_inode(accepted.fileno()))
-    close_in_forks(connections)
-    with _forked(lambda: 0):
-        accepted.close()
-        assert client.recv(1) == b""
-    client.close()
+    group = dist.ProcessGroup(0, 1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        state_of(group).ports.add(address[1])
+        client = socket.create_connection(address, timeout=20)
+        accepted, _ = server.accept()
+        with _forked(lambda: 0):
+            accepted.close()
+            assert client.recv(1) == b""
+        client.close()
 
 
-def test_only_the_same_sockets_are_closed() -> None:
-    first, second = socket.socketpair()
-    number, inode = number_and_inode(first.fileno())
-    found = [(number, inode + 1), (1 << 20, 3)]  # another file has the number now, or none
-    connections = _Connections(*found)
-    close_in_forks(connections)
-    with _forked(lambda: _count(found[:1])) as left:
-        assert left == 1
-    del connections
-    gone = _Connections(number_and_inode(second.fileno()))
-    close_in_forks(gone)
-    found = gone.sockets()
-    del gone
-    with _forked(lambda: _count(found)) as left:
-        assert left == 1
-    first.close()
-    second.close()
+def test_only_sockets_of_present_groups_are_closed() -> None:
+    group = dist.ProcessGroup(0, 1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        found = [(server.fileno(), _inode(server.fileno()))]
+        state_of(group).ports.add(server.getsockname()[1])
+        with _forked(lambda: _count(found)) as left:
+            assert left == 0
+        with mock.patch.object(gloo_groups, "sockets_of", lambda ports: [(found[0][0], 3)]):
+            with _forked(lambda: _count(found)) as left:  # another file has the number now
+                assert left == 1
+        del group
+        with _forked(lambda: _count(found)) as left:
+            assert left == 1
 
 
 def test_the_connections_of_an_endpoint() -> None:
@@ -108,23 +103,25 @@ def _tcp_sockets() -> set[tuple[int, int]]:
             if stat.S_ISSOCK(os.fstat(number).st_mode):
                 with socket.socket(fileno=os.dup(number)) as own:
                     if own.family == socket.AF_INET and own.type == socket.SOCK_STREAM:
-                        found.add(number_and_inode(number))
+                        found.add((number, _inode(number)))
     return found
 
 
 def test_the_sockets_of_a_store() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    served = ServedPort(store.port)
-    found = served.sockets()
+    group = dist.ProcessGroup(0, 1)
+    state_of(group).ports.add(store.port)
+    found = sockets_of({store.port})
     assert len(found) >= 2  # one listens, and one is of the client
     with _forked(lambda: _count(found)) as left:
         assert left == 0
     store.set("key", "value")
     assert store.get("key") == b"value"
     with socket.create_server(("127.0.0.1", 0)) as other:
-        client = ServedPort(other.getsockname()[1])
-        assert len(client.sockets()) == 1
-        assert ServedPort(1).sockets() == []
+        port = other.getsockname()[1]
+        assert len(sockets_of({port})) == 1
+        assert len(sockets_of({port, store.port})) == 1 + len(found)
+        assert sockets_of({1}) == []
 
 
 def test_a_forked_process_does_not_wait_for_threads_of_its_parent() -> None:

@@ -28,7 +28,8 @@ from torch_commhook.hooks.low_rank import Plan
 from torch_commhook.hooks.wrappers import total_norm
 from torch_commhook.memory.unsent import keep_unsent, without_unused
 from torch_commhook.reducer import compiled_step
-from torch_commhook.step.step_group import by_name
+from torch_commhook.reducer.parameters import ReducerState
+from torch_commhook.step.step_group import step_groups
 from torch_commhook.testing import run_ranks
 
 Arguments = dict[str, Any]
@@ -222,10 +223,13 @@ def test_names_and_keys_of_nothing() -> None:
             call()
 
 
-def _key_of(handle: HookHandle) -> int:
+def _key_of(handle: HookHandle) -> str:
     """Of the reducer of a module that a hook is attached to."""
     (key,) = (
-        key for key, each in by_name.items() if getattr(each, "attached", None) is handle._attached
+        user.key
+        for group in step_groups()
+        for user in group.users.values()
+        if isinstance(user, ReducerState) and user.attached is handle._attached
     )
     return key
 

@@ -183,13 +183,13 @@ def test_a_lab_that_is_near_stays_near() -> None:
 _ATTACH = """
 import torch, torch.distributed as dist
 from torch_commhook import attach, hooks
-from torch_commhook.step.step_group import StepGroup, by_name
+from torch_commhook.step.step_group import step_groups
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 model = torch.nn.Linear(4, 4)
 attach(model, hooks.blockwise())
 model(torch.ones(1, 4)).sum().backward()
-(group,) = [each for each in by_name.values() if isinstance(each, StepGroup)]
+(group,) = step_groups()
 link = group.connections.link(group.group)
 print("link", link.connections, link.round_trip, link.rates[1] / 1e6, link.rates[4] / 1e6)
 dist.barrier()

@@ -9,6 +9,7 @@ the store, signs of life, ports and connections. A step ends with an exchange of
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -106,6 +107,8 @@ class Signs:
 
 class PortProbe:
     """Finds reachable processes like ``PortProbe``."""
+
+    port = 0
 
     def __init__(self, store: WorldStore, own: int, timeout: float) -> None:
         self._world = the_world()
@@ -218,6 +221,7 @@ class VirtualStepGroup(StepGroup):
         self.size, self.rank = len(base.members), base.own_rank
         self.timeout = SimpleNamespace(total_seconds=lambda: TIMEOUT)  # type: ignore[assignment]
         self._open = self._broken = self.in_background = False
+        self.users = weakref.WeakValueDictionary()
         self._step_end = self._comparison = None
         self._ranks = list(base.members)
         self._rendezvous = base.rendezvous() if self.size > 1 else None

@@ -22,7 +22,7 @@ from torch_commhook.attachment.parameters import (
     trainable,
     why_not_written,
 )
-from torch_commhook.attachment.road import Road, compared_settings, road_in_use, roads
+from torch_commhook.attachment.road import Road, compared_settings, first_road, road_in_use
 from torch_commhook.attachment.sharded.attaching import AttachingToShards
 from torch_commhook.attachment.sharded.fsdp import trains_shards
 from torch_commhook.codecs.base import Codec
@@ -408,6 +408,6 @@ class _AttachingWithElastic(_AttachingToModule):
 
 def _lasting_road(model: object) -> Road | None:
     """The road of a model on DDP's own reducer, which stays when its hook is removed, or None."""
-    first = roads.get(model) if isinstance(model, torch.nn.Module) else None
+    first = first_road(model) if isinstance(model, torch.nn.Module) else None
     road = None if first is None else road_in_use(first)
     return road if isinstance(road, DdpRoad) and road.is_alive else None

@@ -30,7 +30,7 @@ from torch_commhook.memory.unsent import BucketResult, add_unsent_to_errors, mak
 from torch_commhook.metrics import BucketTraffic
 from torch_commhook.native.runtime import skip_dynamo
 from torch_commhook.step.attached_hook import DRAIN_SECONDS, Attached
-from torch_commhook.step.step_group import StepGroup, by_name, check_is_free, parameters_changed
+from torch_commhook.step.step_group import StepGroup, check_is_free, parameters_changed
 
 # ---- a static graph of DDP whose first backward has not ended ------------------------------------
 #
@@ -165,8 +165,6 @@ class DdpRoad(Road):
         self._averaged_epoch = self._group.epoch  # of the last step that succeeded
         self._skips_unused = model.find_unused_parameters  # DDP leaves out what no rank has used
         self._seen_in_forward = False  # whether parameters were checked since the last backward
-        self._key = str(id(self))
-        by_name[self._key] = self
         self._plain = allreduce()
         self._buckets: dict[int, BucketWithMemory] = {}
         self._loaded: list[list[str]] = []  # names by bucket, from a loaded memory
@@ -292,7 +290,7 @@ class DdpRoad(Road):
         if not torch.compiler.is_dynamo_compiling():
             self._check_parameters()
             self._seen_in_forward = self._watched.is_sure
-        elif parameters_changed(self._key):
+        elif parameters_changed(self.key):
             # The compiler leaves this to Python, which calls this method again.
             raise RuntimeError("torch_commhook: the model's parameters have changed")
 

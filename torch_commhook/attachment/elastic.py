@@ -497,6 +497,7 @@ class ElasticReducer(Reducer):
         Raises:
             RuntimeError: they could not connect.
         """
+        group.users = self.group.users
         self.group = group
         if self._attached is not None:
             self._attached.use_group(group, self.device)

@@ -24,8 +24,9 @@ from torch_commhook.attachment.road import (
     Road,
     attached_hooks,
     compared_settings,
+    first_road,
+    keep_road,
     road_in_use,
-    roads,
     stop_watching_optimizers,
     watch_optimizers,
 )
@@ -145,7 +146,7 @@ class HookHandle:
             road.after_backward(self._attached.let_go)
             model = road.model()
             if model is not None and not road.is_alive and not road.is_closing:
-                roads.pop(model, None)
+                keep_road(model, None)
             stop_watching_optimizers()
 
     def __enter__(self) -> HookHandle:
@@ -509,7 +510,8 @@ class Attaching(ABC):
         self.agree(error, settings)
         handle = None
         try:
-            road = roads[self.model] = self.open()
+            road = self.open()
+            keep_road(self.model, road)
             handle = HookHandle(road, self.attached)
             self.begin(road)
         except BaseException:
@@ -554,7 +556,7 @@ class Attaching(ABC):
             if road.attached is None:
                 road.attached = None  # closes a new road: the next hook may have other settings
             if not road.is_alive:
-                roads.pop(self.model, None)
+                keep_road(self.model, None)
 
     # ---- checks of any kind of model -------------------------------------------------------------
 
@@ -584,7 +586,7 @@ class Attaching(ABC):
 
     def check_unoccupied(self) -> None:
         """Refuse a model that has a hook."""
-        first = roads.get(self.model)
+        first = first_road(self.model)
         if first is None:
             return
         road = road_in_use(first)

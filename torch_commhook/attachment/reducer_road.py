@@ -31,7 +31,7 @@ from torch_commhook.native.runtime import skip_dynamo
 from torch_commhook.process_group.wrapper import seen_by_cpp
 from torch_commhook.reducer.reducer import Reducer
 from torch_commhook.step.attached_hook import Attached
-from torch_commhook.step.step_group import StepGroup, by_name, check_is_free, parameters_changed
+from torch_commhook.step.step_group import StepGroup, check_is_free, parameters_changed, step_groups
 
 _BROADCAST_BYTES = 250 << 20  # in flight, as in DDP
 #: A model up to this size is broadcast from a copy, while the ranks go on attaching.
@@ -401,8 +401,8 @@ def _fuse_again() -> None:
 
 def _count_reducers() -> int:
     """The number of reducers that have hooks on parameters."""
-    found = [reference() for reference in by_name.valuerefs()]
-    return sum(isinstance(each, Reducer) and not each.is_closed for each in found)
+    users = {id(user): user for group in step_groups() for user in list(group.users.values())}
+    return sum(isinstance(user, Reducer) and not user.is_closed for user in users.values())
 
 
 def _sparse_names(model: nn.Module) -> frozenset[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import logging
 import re
 import sys
@@ -36,7 +37,7 @@ from torch_commhook.hooks.base import Hook
 from torch_commhook.native.runtime import skip_dynamo
 from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.bucket_hooks import check_not_in_backward, is_in_backward
-from torch_commhook.step.step_group import StepGroup
+from torch_commhook.step.step_group import StepGroup, step_groups
 
 if TYPE_CHECKING:  # it imports the compiler
     from torch_commhook.attachment.elastic import ElasticTraining
@@ -144,6 +145,8 @@ class Road(ABC):
 
     Attributes:
         model: returns the model, or None once it is freed.
+        key: the key by which compiled code finds the road; it never changes.
+        number: roads are made in this order, which is the same on all ranks.
         attached: the hook, or None.
         successor: the road that has replaced this one, or None.
         elastic: the ranks, if they come and go.
@@ -152,10 +155,14 @@ class Road(ABC):
     attached: Attached | None
     successor: Road | None = None
     elastic: ElasticTraining | None = None
+    _numbers = itertools.count()
 
     def __init__(self, model: nn.Module, group: StepGroup) -> None:
         self.model: Callable[[], nn.Module | None] = weakref.ref(model)
+        self.key = str(id(self))
+        self.number = next(self._numbers)
         self._group = group
+        group.users[self.key] = self
         self._closed = False
         self._then: list[Callable[[], None]] = []
 
@@ -224,8 +231,34 @@ class Road(ABC):
         """Return a context manager in which ranks may have different numbers of inputs."""
 
 
-#: The first road of each model that has had a hook.
-roads: weakref.WeakKeyDictionary[nn.Module, Road] = weakref.WeakKeyDictionary()
+class _FirstRoad:
+    """The attribute of a model that has had a hook. A copy of the model gets None."""
+
+    def __init__(self, road: Road) -> None:
+        self.road = road
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+_ATTRIBUTE = "_commhook_road"
+
+
+def keep_road(model: nn.Module, road: Road | None) -> None:
+    """Let a model have its first road, or none."""
+    if road is None:
+        vars(model).pop(_ATTRIBUTE, None)
+    else:
+        vars(model)[_ATTRIBUTE] = _FirstRoad(road)
+
+
+def first_road(model: nn.Module) -> Road | None:
+    """The first road of a model that has had a hook, or None."""
+    found = vars(model).get(_ATTRIBUTE)
+    return None if found is None else found.road
 
 
 def road_in_use(first: Road) -> Road:
@@ -269,10 +302,14 @@ _begun = _Begun()
 
 def attached_hooks() -> list[tuple[nn.Module, Attached]]:
     """The models with hooks, and these hooks, in an order that is the same on all ranks."""
-    models = [reference() for reference in roads.keyrefs()]  # other threads may attach hooks
-    found = [(model, roads.get(model)) for model in models if model is not None]
-    hooks = [(model, road_in_use(first).attached) for model, first in found if first is not None]
-    return [(model, attached) for model, attached in hooks if attached is not None]
+    users = [user for group in step_groups() for user in list(group.users.values())]
+    roads = {user.number: user for user in users if isinstance(user, Road)}
+    found = []
+    for number in sorted(roads):
+        model, attached = roads[number].model(), roads[number].attached
+        if model is not None and attached is not None:
+            found.append((model, attached))
+    return found
 
 
 def _local_steps() -> list[Any]:

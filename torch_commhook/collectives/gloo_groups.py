@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,7 +44,8 @@ class GroupState:
         shared_memory: the memory that its ranks share, by the buffers of a caller.
         proven_codecs: the texts of the codecs with which its ranks have tested shared memory.
         collectives_seen: the number of collectives that hooks were seen to begin.
-        step_groups: the existing groups that take a model's steps over its ranks.
+        step_groups: the existing groups that take a model's steps over its ranks, by name.
+        ports: the ports of which this process may be the server, for these ranks.
         is_lost: whether collectives of a failed step may still be running on it.
     """
 
@@ -56,7 +61,10 @@ class GroupState:
     )
     proven_codecs: set[str] = field(default_factory=set)
     collectives_seen: int = 0
-    step_groups: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    step_groups: weakref.WeakValueDictionary[str, Any] = field(
+        default_factory=weakref.WeakValueDictionary
+    )
+    ports: set[int] = field(default_factory=set)
     is_lost: bool = False
 
 
@@ -68,6 +76,12 @@ def state_of(group: dist.ProcessGroup) -> GroupState:
     found = _states.get(group)
     # setdefault, since threads may ask for it at once.
     return _states.setdefault(group, GroupState()) if found is None else found
+
+
+def every_state() -> list[GroupState]:
+    """The states of all existing groups."""
+    groups = [reference() for reference in _states.keyrefs()]  # other threads may make groups
+    return [state_of(group) for group in groups if group is not None]
 
 
 def is_gloo(group: dist.ProcessGroup, device: str = "cpu") -> bool:
@@ -121,6 +135,74 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device = _CPU) -> time
         except (RuntimeError, AttributeError):
             continue
     return distributed_c10d.default_pg_timeout
+
+
+# ---- forked processes ----------------------------------------------------------------------------
+#
+# A connection ends when the last process that has it ends or closes it. Other ranks must not wait
+# for the end of a rank's workers, so a forked process closes the connections. It cannot use them:
+# it has none of the threads that serve them. At its end it would wait for these threads, so it
+# never destroys the objects that have them.
+
+
+#: The TCP sockets of this host's network, on Linux. Python's sockets would change those of others,
+#: if there is a default timeout.
+_TABLES = Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6")
+_LISTENS = "0A"
+_at_fork: list[tuple[int, int]] = []
+
+
+def sockets_of(ports: set[int]) -> list[tuple[int, int]]:
+    """The sockets of the ports of which this process is the server: file descriptors and inodes.
+
+    They are those that listen, and those of their clients.
+    """
+    found = {inode: (port, listens) for inode, port, listens in _tcp_sockets(ports)}
+    own = [(number, inode) for number, inode in _own_sockets() if inode in found] if found else []
+    served = {found[inode][0] for _, inode in own if found[inode][1]}
+    return [(number, inode) for number, inode in own if found[inode][0] in served]
+
+
+def _tcp_sockets(ports: set[int]) -> Iterator[tuple[int, int, bool]]:
+    """This host's TCP sockets with these ports: inode, port, and whether the socket listens."""
+    for table in _TABLES:
+        with suppress(OSError):  # another system
+            for line in table.read_text().splitlines()[1:]:
+                words = line.split()
+                port = int(words[1].rpartition(":")[2], 16)
+                if port in ports:
+                    yield int(words[9]), port, words[3] == _LISTENS
+
+
+def _own_sockets() -> Iterator[tuple[int, int]]:
+    names = os.listdir("/proc/self/fd") if _TABLES[0].exists() else []
+    for name in names:
+        with suppress(OSError):  # closed meanwhile
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                yield int(name), status.st_ino
+
+
+def _note_sockets() -> None:
+    # In the parent: in the child a thread that does not exist may hold a lock of the backend.
+    ports = set[int]().union(*(state.ports for state in every_state()))
+    _at_fork[:] = sockets_of(ports) if ports else []
+
+
+def _close_sockets() -> None:
+    if not _at_fork:
+        return
+    # The numbers stay taken: destructors may close them again.
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number, inode in _at_fork:
+        with suppress(OSError):
+            if os.fstat(number).st_ino == inode:
+                os.dup2(nothing, number, inheritable=False)
+    os.close(nothing)
+    _at_fork.clear()
+
+
+os.register_at_fork(before=_note_sockets, after_in_child=_close_sockets)
 
 
 # ---- the tables of torch.distributed: only these functions use them ------------------------------

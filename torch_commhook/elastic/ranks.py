@@ -23,8 +23,7 @@ import torch.distributed as dist
 
 from torch_commhook import _C
 from torch_commhook.addresses import family_of, interfaces, loopback, with_port
-from torch_commhook.collectives.gloo_groups import destroy_group, make_group
-from torch_commhook.collectives.wire import close_in_forks, number_and_inode
+from torch_commhook.collectives.gloo_groups import destroy_group, make_group, state_of
 from torch_commhook.elastic.membership import Heartbeats, LeftOutError, Lost, Membership, View
 from torch_commhook.metrics import MembershipEvent
 from torch_commhook.step.connected_group import (
@@ -62,9 +61,8 @@ class PortProbe:
         self._timeout = timeout
         address = own_address(store)
         self._socket = socket.create_server((address, 0), family=family_of(address), backlog=1024)
-        close_in_forks(self)
-        port: int = self._socket.getsockname()[1]
-        store.set(_key(own), f"{address} {port}")
+        self.port: int = self._socket.getsockname()[1]
+        store.set(_key(own), f"{address} {self.port}")
 
     def unreachable(self, ranks: Collection[int]) -> frozenset[int]:
         """The members that this process cannot connect to."""
@@ -82,11 +80,6 @@ class PortProbe:
             with socket.create_connection((host, int(port)), timeout=self._timeout):
                 return True
         return False
-
-    def sockets(self) -> list[tuple[int, int]]:
-        """The descriptor and inode of the port's socket."""
-        number = self._socket.fileno()
-        return [] if number < 0 else [number_and_inode(number)]
 
     def close(self) -> None:
         """Close the port, and remove it from the store."""
@@ -554,6 +547,7 @@ class ElasticRanks:
             description=name,
             within=within,
         )
+        state_of(self._base).ports.add(self._door.port)
         self.group = StepGroup(self._base, meets_again=False, connect_within=within)
 
     def _forget(self, *, reasons: bool) -> None:

@@ -28,7 +28,7 @@ from torch_commhook.reducer.buckets import BucketState, TracedBucket, destinatio
 from torch_commhook.reducer.eager_step import EagerStep
 from torch_commhook.reducer.parameters import ReducerState, missing_in, needs_all
 from torch_commhook.step.attached_hook import Attached, HookCall
-from torch_commhook.step.step_group import StepGroup, by_name, parameters_changed
+from torch_commhook.step.step_group import StepGroup, found_by, parameters_changed
 
 # ---- the reducer's interface to compiled autograd ------------------------------------------------
 
@@ -52,7 +52,7 @@ def expected_hooks(key: str) -> int:
     frame: Any = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "runtime_wrapper" and "hooks" in frame.f_locals:
-            own = by_name[key].parameters.called
+            own = found_by(key).parameters.called
             return sum(hook in own for hook in frame.f_locals["hooks"])
         frame = frame.f_back
     return 0
@@ -92,14 +92,14 @@ def start_traced(attached: Attached, bucket: GradBucket, where: str) -> HookCall
 
 
 def _group(op: str, name: str) -> StepGroup:
-    group = by_name.get(name)
+    group = found_by(name)
     if not isinstance(group, StepGroup):
         raise ValueError(f"{op}: name must be that of a group that steps run over, got {name!r}")
     return group
 
 
 def _reducer(op: str, key: str) -> ReducerState:
-    reducer = by_name.get(key)
+    reducer = found_by(key)
     if not isinstance(reducer, ReducerState):
         raise ValueError(f"{op}: key must be that of a reducer, got {key!r}")
     return reducer

@@ -69,7 +69,7 @@ from torch_commhook.reducer.compiled_step import (
 from torch_commhook.reducer.eager_step import EagerBackward, EagerStep
 from torch_commhook.reducer.parameters import ReducerParameters, ReducerState
 from torch_commhook.step.attached_hook import Attached
-from torch_commhook.step.step_group import RunningBackward, StepGroup, by_name
+from torch_commhook.step.step_group import RunningBackward, StepGroup
 
 # ---- the errors of backward passes that cannot be averaged ---------------------------------------
 
@@ -155,7 +155,7 @@ class Reducer(ReducerState):
         self.device = self.parameters.tensors[0].device
         self.token = torch.zeros(1, dtype=torch.float32, device="cpu")
         self.used = torch.zeros(len(self.parameters), dtype=torch.uint8, device="cpu")
-        by_name[self.key] = self
+        group.users[self.key] = self
         self._is_settled = False  # whether the buckets have their final form
         self._next_order: list[int] | None = None  # of the next buckets, if the ranks have agreed
         # The last parameters have the first gradients.

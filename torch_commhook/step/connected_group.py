@@ -21,7 +21,7 @@ from torch_commhook.collectives.gloo_groups import (
     group_timeout,
     make_group,
 )
-from torch_commhook.collectives.wire import LOST_AFTER, ServedPort, endpoint
+from torch_commhook.collectives.wire import LOST_AFTER, endpoint
 
 # ---- messages between ranks through a store, for use while connections are closed ----------------
 
@@ -70,7 +70,6 @@ class Rendezvous:
         self._attempts = 0  # to reconnect
         self._met: dict[int, int] = {}  # on rank 0: each rank's attempt at their last meeting
         self._tries = _Tries(self.store, size)
-        self._served = ServedPort(getattr(innermost(store), "port", None))
 
     def tell(self, reason: Reason) -> None:
         """Report why the step has failed."""

@@ -62,6 +62,7 @@ from torch import Tensor
 from torch_commhook._C import WireFailure
 from torch_commhook.collectives.gloo_groups import (
     destroy_group,
+    every_state,
     exchanges,
     group_description,
     group_name,
@@ -89,6 +90,7 @@ from torch_commhook.step.connected_group import (
     PeerError,
     Reason,
     Rendezvous,
+    innermost,
     peer_error,
     reason_of,
     reason_of_loss,
@@ -98,9 +100,24 @@ from torch_commhook.step.link import MoreConnections
 _log = logging.getLogger(__name__)
 #: Another rank is at fault, and will send nothing more.
 _GONE = (WireFailure.ENDED, WireFailure.LOST, WireFailure.LEFT, WireFailure.TOLD)
-#: Objects that compiled code finds by a text: groups, reducers and roads. Dynamo would make
-#: variables of numbers that change.
-by_name: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+
+
+def step_groups() -> list[StepGroup]:
+    """All existing groups."""
+    found = [reference() for state in every_state() for reference in state.step_groups.valuerefs()]
+    return [group for group in found if group is not None]
+
+
+def found_by(key: str) -> Any:
+    """The group with a name, or a group's user with a key; None if it is gone.
+
+    Compiled code finds them so. Dynamo would make variables of numbers that change.
+    """
+    for group in step_groups():
+        found = group if group.name == key else group.users.get(key)
+        if found is not None:
+            return found
+    return None
 
 
 def parameters_changed(key: str) -> bool:
@@ -108,7 +125,7 @@ def parameters_changed(key: str) -> bool:
 
     A constant: compiled code is for the parameters at the time of tracing.
     """
-    return by_name[key].change_of_parameters() is not None
+    return found_by(key).change_of_parameters() is not None
 
 
 # As torch.compiler.assume_constant_result, without the import of the compiler.
@@ -135,6 +152,7 @@ class StepGroup:
         shares_used: whether ranks tell each other at a step's end which parameters they have used.
         in_background: whether the open step runs beside steps of other groups. Then only the code
             that ends it detects failures: no other group fails it, and it fails no other group.
+        users: the road and the reducer of the model whose steps it takes, by their keys.
     """
 
     def __init__(
@@ -154,12 +172,14 @@ class StepGroup:
         self._open = False  # a step has begun and not ended
         self._broken = False
         self.in_background = False
+        self.users: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self._backward: RunningBackward | None = None  # of the last step
         self._step_end: StepEnd | None = None  # of the open step, if ranks agree
         self._comparison: Place | None = None  # of the next one, if it was announced
+        state = state_of(self.parent)
         #: The key by which compiled code finds the object; it never changes.
-        self.name = _name_of(self.parent, state_of(self.parent).step_groups_made)
-        state_of(self.parent).step_groups_made += 1
+        self.name = _name_of(self.parent, state.step_groups_made)
+        state.step_groups_made += 1
         #: The ranks' group that can reconnect, or None.
         self._rendezvous: Rendezvous | None = None
         self._ranks = list(range(self.size))  # as messages name them
@@ -168,6 +188,8 @@ class StepGroup:
             if store is not None:
                 self._ranks = dist.get_process_group_ranks(self.parent)
                 self._rendezvous = Rendezvous(store, self.name, self.rank, self.size, self.timeout)
+                port = getattr(innermost(store), "port", None)
+                state.ports |= set() if port is None else {port}
         self.group = self.parent
         # Compilers must not ask the parent.
         self.shares_used = self.recovers or hasattr(self.parent, "_commhook_shares_used")
@@ -185,8 +207,7 @@ class StepGroup:
         self._end = weakref.finalize(self, _destroy_all, self._own)
         if self.recovers:
             self.group = self._make(self.name, self.parent, greeting)
-        by_name[self.name] = self
-        state_of(self.parent).step_groups.add(self)
+        state.step_groups[self.name] = self
 
     @property
     def recovers(self) -> bool:
@@ -427,7 +448,7 @@ class StepGroup:
                 sibling._fail(reason, lost=lost)
 
     def _others(self) -> list[StepGroup]:
-        every = state_of(self.parent).step_groups
+        every = state_of(self.parent).step_groups.values()
         return [each for each in every if each is not self and not each.in_background]
 
     def _fail(self, reason: Reason, *, lost: bool = False) -> None:
