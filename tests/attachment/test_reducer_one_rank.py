@@ -331,6 +331,7 @@ def test_copies_have_no_hook() -> None:
         model.zero_grad()
         model(batch(0)).sum().backward()
         assert differing(gradients_of(model), [2 * g for g in own]) == []
+        attach(other, hooks.allreduce()).remove()  # it has none
 
 
 def test_forward_hooks_have_one_order() -> None:
