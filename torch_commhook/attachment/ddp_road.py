@@ -621,6 +621,7 @@ class DdpRoad(Road):
         from torch_commhook.attachment.reducer_road import ReducerRoad
 
         self.successor = successor = ReducerRoad.of_ddp(model, named, self._group)
+        successor.register()
         used = torch.tensor(used_before, dtype=torch.uint8, device="cpu")
         successor.reducer.parameters.touched.copy_(used)
         attached, self.attached = self.attached, None

@@ -162,7 +162,6 @@ class Road(ABC):
         self.key = str(id(self))
         self.number = next(self._numbers)
         self._group = group
-        group.users[self.key] = self
         self._closed = False
         self._then: list[Callable[[], None]] = []
 
@@ -170,6 +169,10 @@ class Road(ABC):
     def group(self) -> StepGroup:
         """The group through which the hook communicates."""
         return self._group
+
+    def register(self) -> None:
+        """Let other threads and compiled code find this road, which is complete."""
+        self.group.users[self.key] = self
 
     @property
     def parents(self) -> Sequence[dist.ProcessGroup]:
@@ -252,6 +255,7 @@ def keep_road(model: nn.Module, road: Road | None) -> None:
     if road is None:
         vars(model).pop(_ATTRIBUTE, None)
     else:
+        road.register()
         vars(model)[_ATTRIBUTE] = _FirstRoad(road)
 
 
