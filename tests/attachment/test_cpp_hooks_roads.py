@@ -412,4 +412,4 @@ def test_waiting_takes_the_gil_seldom(two_ranks: RankPool, comm_hooks: str, use_
 def test_no_gil_per_bucket(rank: int) -> None:
     ddp, *ours = (gil_calls_per_bucket(make) for make in (ddp_alone, _cpp_on_ddp, _cpp_on_module))
     for cpp in ours:
-        assert abs(cpp.per_bucket - ddp.per_bucket) <= NOISE, (ddp, cpp)
+        assert cpp.per_bucket <= ddp.per_bucket + NOISE, (ddp, cpp)
