@@ -114,11 +114,11 @@ def test_it_trains_with_error_feedback() -> None:
     assert torch.equal(got, want) and sent == wanted_bytes
 
 
-class OneShard(codecs.Codec):
-    """Has one shard, however many ranks there are."""
+class OneSegment(codecs.Codec):
+    """Has one segment, however many ranks there are."""
 
-    def shards(self, numel: int, shards: int = 1) -> list[codecs.Shard]:
-        return [codecs.Shard(numel, 4 * numel)]
+    def segments(self, numel: int, segments: int = 1) -> list[codecs.Segment]:
+        return [codecs.Segment(numel, 4 * numel)]
 
     def encode(self, *arguments: Any, **settings: Any) -> None:
         raise AssertionError("never called")
@@ -126,10 +126,12 @@ class OneShard(codecs.Codec):
     decode = encode
 
 
-def test_a_codec_without_a_shard_for_each_rank() -> None:
+def test_a_codec_without_a_segment_for_each_rank() -> None:
     gradients = [[torch.ones(8)] for _ in range(2)]
-    with pytest.raises(ValueError, match=r"shards\(8, 2\) of OneShard\(\) must return a list with"):
-        simulate(hooks.compressed(OneShard()), gradients)
+    with pytest.raises(
+        ValueError, match=r"segments\(8, 2\) of OneSegment\(\) must return a list with"
+    ):
+        simulate(hooks.compressed(OneSegment()), gradients)
 
 
 # ---- a codec in Python alone ---------------------------------------------------------------------
