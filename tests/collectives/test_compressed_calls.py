@@ -274,6 +274,16 @@ def test_several_in_flight(pools: dict[int, RankPool], codec: Codec, world_size:
             assert all(torch.equal(result, results[0]) for result in results)
 
 
+def test_the_error_of_the_sum_has_its_old_name_too() -> None:
+    def call(rank: int) -> Tensor:
+        x, error = torch.linspace(0, 1, 64), torch.full((64,), 9.0)
+        compressed_all_reduce(x, BLOCKWISE, shard_error=error).wait()
+        return error
+
+    with pytest.warns(DeprecationWarning, match="shard_error is deprecated: use sum_error"):
+        assert (run_ranks(call, 1)[0] != 9.0).all()
+
+
 def test_ranges_of_segments() -> None:
     for codec in (example for cls in CODECS.values() for example in cls.examples()):
         for numel in (0, 1, 700, 5000):
