@@ -167,7 +167,7 @@ def test_a_codec_that_defines_segments_by_their_old_name() -> None:
 
     assert [each.filename for each in told] == [__file__]
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.filterwarnings("error", message=".*use segments")
         found = simulate(hooks.compressed(old()), [[torch.full((8,), i)] for i in (1.0, 3.0)])
     assert torch.equal(found.result[0], torch.full((8,), 2.0))
     with pytest.warns(DeprecationWarning, match="use segments"):  # by way of the base class
