@@ -78,7 +78,7 @@ def jobs_of(
     def add_passes(count: int) -> None:
         """Adds jobs that encode and decode a message in ``count`` shards."""
         message = torch.empty(codec.nbytes(numel, count), dtype=torch.uint8, device=device)
-        given: dict[str, Any] = {"rounding": rounding, "shards": count}
+        given: dict[str, Any] = {"rounding": rounding, "segments": count}
         codec.encode(tensors, message, **given)
         one_way = 4 * numel + len(message)
         where = "" if count == 1 else f", {count} shards"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torch_commhook import hooks
-from torch_commhook.codecs import Codec, Shard, flatten, register_codec, unflatten_into
+from torch_commhook.codecs import Codec, Segment, flatten, register_codec, unflatten_into
 
 
 @register_codec
@@ -30,22 +30,23 @@ class truncated(Codec):  # noqa: N801 (a codec is written as it is called)
     Bytes for each value: 2.
     """
 
-    def shards(self, numel: int, shards: int = 1) -> list[Shard]:
-        if shards < 1 or numel < 0:
+    def segments(self, numel: int, segments: int = 1) -> list[Segment]:
+        if segments < 1 or numel < 0:
             raise ValueError(
-                f"truncated: shards must be at least 1 and numel at least 0, got {shards}, {numel}"
+                "truncated: segments must be at least 1 and numel at least 0, got "
+                f"{segments}, {numel}"
             )
-        ends = [numel * number // shards for number in range(shards + 1)]
+        ends = [numel * number // segments for number in range(segments + 1)]
         counts = [last - first for first, last in pairwise(ends)]
-        # Each shard begins at a multiple of four bytes.
-        return [Shard(count, (2 * count + 3) // 4 * 4) for count in counts]
+        # Each segment begins at a multiple of four bytes.
+        return [Segment(count, (2 * count + 3) // 4 * 4) for count in counts]
 
     def encode(
         self,
         tensors: Sequence[Tensor],
         message: Tensor,
         *,
-        shards: int = 1,
+        segments: int = 1,
         scale: float = 1.0,
         error: Tensor | None = None,
         rounding: Tensor | None = None,
@@ -58,8 +59,8 @@ class truncated(Codec):  # noqa: N801 (a codec is written as it is called)
         if error is not None:
             lost = values - (upper << 16).view(torch.float32)
             error.copy_(torch.where(lost.isfinite(), lost, error))
-        message.zero_()  # includes the padding of shards
-        for part, own in self._parts(message, upper.numel(), shards):
+        message.zero_()  # includes the padding of segments
+        for part, own in self._parts(message, upper.numel(), segments):
             part.copy_(upper[own])
 
     def decode(
@@ -67,17 +68,17 @@ class truncated(Codec):  # noqa: N801 (a codec is written as it is called)
         message: Tensor,
         tensors: Sequence[Tensor],
         *,
-        shards: int = 1,
+        segments: int = 1,
         rounding: Tensor | None = None,
     ) -> None:
         numel = sum(tensor.numel() for tensor in tensors)
-        upper = torch.cat([part for part, _ in self._parts(message, numel, shards)])
+        upper = torch.cat([part for part, _ in self._parts(message, numel, segments)])
         unflatten_into((upper.int() << 16).view(torch.float32), tensors)
 
-    def _parts(self, message: Tensor, numel: int, shards: int) -> list[tuple[Tensor, slice]]:
-        """For each shard its part of the message, as int16, and the range of its values."""
+    def _parts(self, message: Tensor, numel: int, segments: int) -> list[tuple[Tensor, slice]]:
+        """For each segment its part of the message, as int16, and the range of its values."""
         found, place, first = [], 0, 0
-        for count, nbytes in self.shards(numel, shards):
+        for count, nbytes in self.segments(numel, segments):
             part = message[place : place + 2 * count].view(torch.int16)
             found.append((part, slice(first, first + count)))
             place, first = place + nbytes, first + count

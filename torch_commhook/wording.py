@@ -1,12 +1,15 @@
-"""Words for counts, errors and tables; errors of types; warnings with the user's line."""
+"""Words for counts, errors and tables; errors of types; warnings at the user's line; old names."""
 
 from __future__ import annotations
 
+import abc
+import functools
+import inspect
 import os
 import sys
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 
 def pluralize(number: int, noun: str) -> str:
@@ -78,5 +81,63 @@ def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
 def _is_inside(file: str) -> bool:
     import torch.utils._contextlib as decorators  # who asks for words may do without torch
 
-    # As a decorator, torch.inference_mode() has a frame between the user's and the function's.
-    return file.startswith(_PACKAGE) or file == decorators.__file__
+    # Between the user's frame and ours: torch.inference_mode() as a decorator, and the statement of
+    # an abstract class.
+    between = decorators.__file__, abc.ABCMeta.__new__.__code__.co_filename
+    return file.startswith(_PACKAGE) or file in between
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def renamed_argument(old: str, new: str) -> Callable[[_Function], _Function]:
+    """A decorator: the function also takes an argument by its old name, with a DeprecationWarning.
+
+    A user's function that has only the old name also takes the new one, without a warning.
+    """
+
+    def decorate(function: _Function) -> _Function:
+        is_old = has_only(function, old, new)
+        given, own = (new, old) if is_old else (old, new)
+
+        @functools.wraps(function)
+        def call(*arguments: Any, **named: Any) -> Any:
+            if given in named:
+                if not is_old:
+                    warn_user(
+                        f"{function.__name__}: {old} is deprecated: use {new}", DeprecationWarning
+                    )
+                named[own] = named.pop(given)
+            return function(*arguments, **named)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def has_only(function: Callable[..., Any], old: str, new: str) -> bool:
+    """Whether a function has an argument by its old name only."""
+    names = inspect.signature(function).parameters
+    return old in names and new not in names
+
+
+def keep_old_method(cls: type, old: str, new: str) -> bool:
+    """Let a class that defines a method by one name also have it by the other.
+
+    The old name of a method that is defined by the new one gives a DeprecationWarning.
+
+    Returns:
+        Whether the class defines it by its old name only, as a user's subclass may.
+    """
+    own = vars(cls)
+    is_old = old in own and new not in own
+    if is_old:
+        setattr(cls, new, own[old])
+    elif new in own and old not in own:
+
+        def call(self: Any, *arguments: Any, **named: Any) -> Any:
+            warn_user(f"{cls.__name__}.{old} is deprecated: use {new}", DeprecationWarning)
+            return own[new](self, *arguments, **named)
+
+        setattr(cls, old, call)
+    return is_old

@@ -155,7 +155,7 @@ class Coded:
         own = [tensor.to(device) for tensor in tensors]
         count = self.codec.nbytes(sum(each.numel() for each in own), shards)
         message = torch.zeros(count, dtype=torch.uint8, device=device)
-        self.codec.encode(own, message, shards=shards, rounding=self.rounding(device))
+        self.codec.encode(own, message, segments=shards, rounding=self.rounding(device))
         return message.to(data.device)
 
     def encode(self, data: Data, shards: int, with_error: bool = False) -> Work:
@@ -166,7 +166,7 @@ class Coded:
             self.codec.encode,
             data.tensors,
             message,
-            shards=shards,
+            segments=shards,
             scale=SCALE,
             error=error,
             rounding=self.rounding(data.device),
@@ -183,14 +183,14 @@ class Coded:
             self.codec.decode,
             message,
             data.into,
-            shards=shards,
+            segments=shards,
             rounding=self.rounding(data.device),
         )
         return Work(call, data.into, 4 * data.numel + message.nbytes, self.least(LEAST))
 
     def reduce(self, data: Data, shards: int) -> Work:
         """The messages that a rank receives from as many ranks as there are shards."""
-        count = self.codec.shards(data.numel, shards)[0].numel
+        count = self.codec.segments(data.numel, shards)[0].numel
         sent = [self.message_of([data.random(count)], data, 1) for _ in range(shards)]
         messages, message = torch.stack(sent), data.bytes(sent[0].nbytes)
         rounding = self.rounding(data.device)

@@ -43,7 +43,7 @@ def gathers(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor
     return completed(torch.stack(rows).mean(0))
 
 
-def in_shards(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def in_segments(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     own = torch.empty(bucket.buffer().numel() // 2)
     dist.reduce_scatter_tensor(own, bucket.buffer())
     whole = torch.empty_like(bucket.buffer())
@@ -92,7 +92,7 @@ COUNTED: dict[str, Callable[[], Any]] = {
     "waits": lambda: waits,
     "returns at once": lambda: returns_at_once,
     "gathers": lambda: gathers,
-    "in shards": lambda: in_shards,
+    "in segments": lambda: in_segments,
     "exchanges": lambda: exchanges,
     "functional": lambda: functionally,
     "the model's group": lambda: over_the_models_group,

@@ -102,7 +102,7 @@ def stages_by_bucket(spans: list[Span], hook: str) -> dict[int | None, list[str]
 
 STEPS = 2
 ONCE = ["encode", "wire", "decode"]
-#: Each rank encodes its values, and then the sum of its shard.
+#: Each rank encodes its values, and then the sum of its segment.
 TWICE = ["encode", "wire", "encode", "wire", "decode"]
 
 

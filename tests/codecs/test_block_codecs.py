@@ -1,4 +1,4 @@
-"""Codecs of blocks: bounds and exact values. Exact sums, errors and shards: test_codecs.py."""
+"""Codecs of blocks: bounds and exact values. Exact sums, errors and segments: test_codecs.py."""
 
 from __future__ import annotations
 
@@ -428,15 +428,15 @@ STREAMED = [
 
 
 @not_beyond_a_large_cache
-@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("segments", [1, 3])
 @pytest.mark.parametrize("codec", STREAMED, ids=str)
-def test_same_bits_at_any_offset(codec: Codec, shards: int) -> None:
+def test_same_bits_at_any_offset(codec: Codec, segments: int) -> None:
     numel = cache_bytes() // 4 + 12_345
     values = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     values[5], values[numel // 2] = float("nan"), float("inf")
     values[5000:20_000] = 0.0
     rounding = torch.tensor([1, 2]) if codec.is_random else None
-    nbytes = codec.nbytes(numel, shards)
+    nbytes = codec.nbytes(numel, segments)
     expected: tuple[Tensor, Tensor] | None = None
     for level in LEVELS:
         for offset, count in ((0, 2), (5, 1)):
@@ -445,10 +445,13 @@ def test_same_bits_at_any_offset(codec: Codec, shards: int) -> None:
             out = torch.full((numel + 7,), 7.0)
             with cpu_level(level), threads(count):
                 codec.encode(
-                    split(values), message, shards=shards, scale=1 / shards, rounding=rounding
+                    split(values), message, segments=segments, scale=1 / segments, rounding=rounding
                 )
                 codec.decode(
-                    message, split(out[offset : offset + numel]), shards=shards, rounding=rounding
+                    message,
+                    split(out[offset : offset + numel]),
+                    segments=segments,
+                    rounding=rounding,
                 )
             assert (memory[: 4 * offset] == 7).all()
             assert (memory[4 * offset + nbytes :] == 7).all()

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch_commhook import codecs
 from torch_commhook.codecs.block_codec import BlockCodec, BlockForm
 
-SHARDS = range(1, 18)
+SEGMENTS = range(1, 18)
 BLOCK_SIZES = [8, 16, 24, 32, 64, 72, 128, 200, 256, 1000, 1024, 4096]
 BITS = [1, 2, 4, 8]
 
@@ -29,7 +29,7 @@ def filled_up(nbytes: int) -> int:
 
 
 class Region(NamedTuple):
-    """A shard: its first block and elements, its places in the message, the bytes without use."""
+    """A segment: its first block and elements, its places in the message, the bytes without use."""
 
     first_block: int
     first_element: int
@@ -40,16 +40,16 @@ class Region(NamedTuple):
     codes_end: int
     parameters_begin: int
     parameters_end: int
-    shard_end: int
+    segment_end: int
 
 
-def regions(form: BlockForm, numel: int, shards: int) -> list[Region]:
-    """The rules, one shard after another."""
+def regions(form: BlockForm, numel: int, segments: int) -> list[Region]:
+    """The rules, one segment after another."""
     size = form.block_size
     blocks = -(-numel // size)
     found, offset = [], 0
-    for shard in range(shards):
-        first, last = blocks * shard // shards, blocks * (shard + 1) // shards
+    for segment in range(segments):
+        first, last = blocks * segment // segments, blocks * (segment + 1) // segments
         begin, end = min(numel, first * size), min(numel, last * size)
         codes = -(-(end - begin) * form.bits // 8)
         parameters = filled_up(codes)
@@ -67,11 +67,11 @@ def numels(size: int) -> list[int]:
 
 
 def layouts(size: int) -> Iterator[tuple[BlockForm, int, int]]:
-    """Forms with blocks of this size, numbers of values, and of shards."""
+    """Forms with blocks of this size, numbers of values, and of segments."""
     for bits, parameters in itertools.product(BITS, [1, 2]):
         if size * bits % 32 == 0:  # a block has whole words of codes
-            for numel, shards in itertools.product(numels(size), SHARDS):
-                yield BlockForm(size, bits, parameters), numel, shards
+            for numel, segments in itertools.product(numels(size), SEGMENTS):
+                yield BlockForm(size, bits, parameters), numel, segments
 
 
 @pytest.fixture(scope="module")
@@ -91,48 +91,50 @@ def kernels() -> Any:
     return library
 
 
-def of_kernels(kernels: Any, form: BlockForm, numel: int, shards: int) -> tuple[list[Region], int]:
+def of_kernels(
+    kernels: Any, form: BlockForm, numel: int, segments: int
+) -> tuple[list[Region], int]:
     width = kernels.shard_fields()
-    fields = (ctypes.c_int64 * (width * shards))()
-    settings = (form.block_size, form.bits, form.parameters, numel, shards)
+    fields = (ctypes.c_int64 * (width * segments))()
+    settings = (form.block_size, form.bits, form.parameters, numel, segments)
     nbytes = kernels.shards_of(*(ctypes.c_int64(each) for each in settings), fields)
-    rows = [fields[width * shard : width * (shard + 1)] for shard in range(shards)]
+    rows = [fields[width * segment : width * (segment + 1)] for segment in range(segments)]
     return [Region(*row) for row in rows], nbytes
 
 
 @pytest.mark.parametrize("size", BLOCK_SIZES)
 def test_the_places_of_the_kernels(kernels: Any, size: int) -> None:
-    """Loads of 16 bytes are aligned: in shards, in messages behind each other, and in chunks."""
-    for form, numel, shards in layouts(size):
-        right = regions(form, numel, shards)
-        got, nbytes = of_kernels(kernels, form, numel, shards)
-        assert got == right, (form, numel, shards)
-        assert nbytes == sum(each.nbytes for each in right), (form, numel, shards)
+    """Loads of 16 bytes are aligned: in segments, in messages behind each other, and in chunks."""
+    for form, numel, segments in layouts(size):
+        right = regions(form, numel, segments)
+        got, nbytes = of_kernels(kernels, form, numel, segments)
+        assert got == right, (form, numel, segments)
+        assert nbytes == sum(each.nbytes for each in right), (form, numel, segments)
         for each in got:
             assert each.offset % 16 == each.parameters % 16 == each.nbytes % 16 == 0
             count = each.end - each.first_element
             alone = of_kernels(kernels, form, count, 1)[1]
-            assert alone == each.nbytes  # each shard is a message
-            unused = each.parameters_begin - each.codes_end + each.shard_end - each.parameters_end
+            assert alone == each.nbytes  # each segment is a message
+            unused = each.parameters_begin - each.codes_end + each.segment_end - each.parameters_end
             # At most 15 bytes after codes, and 12 after parameters, which fill up 4 already.
             assert 0 <= unused <= (27 if count else 0)
 
 
 @pytest.mark.parametrize("size", BLOCK_SIZES)
 def test_the_bytes_in_python(size: int) -> None:
-    for form, numel, shards in layouts(size):
-        found = regions(form, numel, shards)
+    for form, numel, segments in layouts(size):
+        found = regions(form, numel, segments)
         right = [(each.end - each.first_element, each.nbytes) for each in found]
-        assert form.shards("op", numel, shards) == right, (form, numel, shards)
-        assert form.nbytes(numel, shards) == sum(nbytes for _, nbytes in right)
+        assert form.segments("op", numel, segments) == right, (form, numel, segments)
+        assert form.nbytes(numel, segments) == sum(nbytes for _, nbytes in right)
 
 
-def test_the_shard_of_a_block(kernels: Any) -> None:
-    for numel, shards in itertools.product(numels(64), SHARDS):
-        for shard, region in enumerate(regions(BlockForm(64, 8, 1), numel, shards)):
+def test_the_segment_of_a_block(kernels: Any) -> None:
+    for numel, segments in itertools.product(numels(64), SEGMENTS):
+        for segment, region in enumerate(regions(BlockForm(64, 8, 1), numel, segments)):
             for block in range(region.first_block, -(-region.end // 64)):
-                arguments = [ctypes.c_int64(each) for each in (64, numel, shards, block)]
-                assert kernels.shard_of_block(*arguments) == shard, (numel, shards, block)
+                arguments = [ctypes.c_int64(each) for each in (64, numel, segments, block)]
+                assert kernels.shard_of_block(*arguments) == segment, (numel, segments, block)
 
 
 # ---- messages ------------------------------------------------------------------------------------
@@ -166,12 +168,12 @@ def restored(codec: BlockCodec, codes: Tensor, parameters: Tensor) -> Tensor:
     return parameters[1] + codes.float() * parameters[0]
 
 
-def read_message(codec: BlockCodec, message: Tensor, numel: int, shards: int) -> Tensor:
+def read_message(codec: BlockCodec, message: Tensor, numel: int, segments: int) -> Tensor:
     """The values of a message, read block by block; what fills it up must be zeros."""
     form, values = codec._form, []
-    for region in regions(form, numel, shards):
+    for region in regions(form, numel, segments):
         for begin, end in (region[6:8], region[8:10]):
-            assert not message[begin:end].any(), (numel, shards, region)
+            assert not message[begin:end].any(), (numel, segments, region)
         floats = (
             message[region.parameters_begin : region.parameters_end].clone().view(torch.float32)
         )
@@ -190,12 +192,14 @@ def read_message(codec: BlockCodec, message: Tensor, numel: int, shards: int) ->
 def test_a_message_is_as_the_rules_say(codec: BlockCodec, fill: int) -> None:
     """Decoding gives what the bytes at these places mean, and bytes without use are zeros."""
     size = codec._form.block_size
-    for numel, shards in itertools.product([0, 1, size - 1, size, 7919, 25_000], [1, 2, 3, 8, 17]):
-        message = torch.full((codec.nbytes(numel, shards),), fill, dtype=torch.uint8)
-        codec.encode([torch.randn(numel)], message, shards=shards, rounding=rounding_for(codec))
-        right, out = read_message(codec, message, numel, shards), torch.empty(numel)
-        codec.decode(message, [out], shards=shards)
-        assert torch.equal(out, right), (numel, shards)
+    for numel, segments in itertools.product(
+        [0, 1, size - 1, size, 7919, 25_000], [1, 2, 3, 8, 17]
+    ):
+        message = torch.full((codec.nbytes(numel, segments),), fill, dtype=torch.uint8)
+        codec.encode([torch.randn(numel)], message, segments=segments, rounding=rounding_for(codec))
+        right, out = read_message(codec, message, numel, segments), torch.empty(numel)
+        codec.decode(message, [out], segments=segments)
+        assert torch.equal(out, right), (numel, segments)
 
 
 @pytest.mark.parametrize("codec", EXAMPLES.values(), ids=EXAMPLES)
@@ -217,10 +221,10 @@ def test_sums_and_chunks_are_filled_with_zeros(codec: BlockCodec) -> None:
 def test_bytes_without_use_are_not_read() -> None:
     codec = codecs.CODECS["blockwise"](bits=4)
     out, again = torch.empty(2000), torch.empty(2000)
-    message = encode(codec, [torch.randn(2000)], shards=3)
-    codec.decode(message, [out], shards=3)
+    message = encode(codec, [torch.randn(2000)], segments=3)
+    codec.decode(message, [out], segments=3)
     for region in regions(codec._form, 2000, 3):
         message[region.codes_end : region.parameters_begin] = 0xFF
-        message[region.parameters_end : region.shard_end] = 0xFF
-    codec.decode(message, [again], shards=3)
+        message[region.parameters_end : region.segment_end] = 0xFF
+    codec.decode(message, [again], segments=3)
     assert torch.equal(out, again)

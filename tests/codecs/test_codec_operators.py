@@ -201,9 +201,9 @@ of_each_block_codec = pytest.mark.parametrize("codec", BLOCK_CODECS, ids=repr)
 @of_each_sizes
 def test_each_chunk_is_a_message(codec: Codec, sizes: list[int]) -> None:
     """Its length, the bits of a call for each chunk, and each is decoded by itself."""
-    shards = codec.chunks(sizes)
-    assert [each.numel for each in shards] == sizes
-    assert [each.nbytes for each in shards] == [codec.nbytes(size) for size in sizes]
+    segments = codec.chunks(sizes)
+    assert [each.numel for each in segments] == sizes
+    assert [each.nbytes for each in segments] == [codec.nbytes(size) for size in sizes]
     for dtype in codec.error_dtypes if codec.takes_error else [None]:
         x, rounding = torch.randn(sum(sizes)), rounding_for(codec)
         error = None if dtype is None else (torch.randn(sum(sizes)) * 0.1).to(dtype)
@@ -211,7 +211,7 @@ def test_each_chunk_is_a_message(codec: Codec, sizes: list[int]) -> None:
         message = encode_chunks(codec, [x], sizes, scale=0.5, error=lost)
         out = torch.full_like(x, 7)
         codec.decode_chunks(message, [out], sizes, rounding=rounding)
-        parts = message.split([each.nbytes for each in shards])
+        parts = message.split([each.nbytes for each in segments])
         draws_on = codec.is_random and isinstance(codec, BlockCodec)  # other numbers for each chunk
         for place, (part, own, got) in enumerate(
             zip(parts, x.split(sizes), out.split(sizes), strict=True)
@@ -234,12 +234,12 @@ def test_each_chunk_is_a_message(codec: Codec, sizes: list[int]) -> None:
 
 @of_each_block_codec
 @pytest.mark.parametrize("numel", [0, 5000, 3 * 4096])
-def test_chunks_where_shards_end_are_shards(codec: BlockCodec, numel: int) -> None:
+def test_chunks_where_segments_end_are_segments(codec: BlockCodec, numel: int) -> None:
     """Random numbers, too."""
     x, rounding = torch.randn(numel), rounding_for(codec)
-    sizes = [shard.numel for shard in codec.shards(numel, 3)]
+    sizes = [segment.numel for segment in codec.segments(numel, 3)]
     message = torch.empty(codec.nbytes(numel, 3), dtype=torch.uint8)
-    codec.encode([x], message, shards=3, rounding=rounding)
+    codec.encode([x], message, segments=3, rounding=rounding)
     assert torch.equal(encode_chunks(codec, [x], sizes), message)
 
 
@@ -305,7 +305,7 @@ def test_sums_that_do_not_fit() -> None:
             INT8.decode_sum(messages, [out])
 
 
-def test_sizes_and_shards() -> None:
+def test_sizes_and_segments() -> None:
     message, settings = message_of(INT8, [600]), INT8._settings
     error = "blockwise_encode: shards must be 1 if sizes are given, got 2"
     with pytest.raises(ValueError, match=error):

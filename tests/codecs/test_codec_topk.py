@@ -631,7 +631,7 @@ def test_settings(settings: dict[str, int], message: str) -> None:
 
 @pytest.mark.parametrize("numel", [-1, 1 << 31])
 def test_other_numbers_of_values_are_refused(numel: int) -> None:
-    for method in (chunk_topk().nbytes, chunk_topk().entries, chunk_topk().shards):
+    for method in (chunk_topk().nbytes, chunk_topk().entries, chunk_topk().segments):
         with pytest.raises(ValueError, match=f"chunk_topk: numel must be .* 2.31, got {numel}"):
             method(numel)
 

@@ -27,10 +27,10 @@ from torch import Tensor
 
 from torch_commhook.codecs import CODECS, Codec, register_codec
 
-#: Those whose messages are exchanged in shards; of others there is one, and ranks add up messages.
-SHARDED = [codec for codec in EXAMPLES if codec.exchange == "all_to_all"]
+#: Those whose messages are exchanged in segments. Others have one, and ranks add up messages.
+SEGMENTED = [codec for codec in EXAMPLES if codec.exchange == "all_to_all"]
 WHOLE = [codec for codec in EXAMPLES if codec.exchange != "all_to_all"]
-of_each_sharded = pytest.mark.parametrize("codec", SHARDED, ids=repr)
+of_each_segmented = pytest.mark.parametrize("codec", SEGMENTED, ids=repr)
 of_each_whole = pytest.mark.parametrize("codec", WHOLE, ids=repr)
 WITH_ERROR = [codec for codec in EXAMPLES if codec.takes_error]
 of_each_with_error = pytest.mark.parametrize("codec", WITH_ERROR, ids=repr)
@@ -58,44 +58,44 @@ def test_it_prints_as_it_is_written(codec: Codec) -> None:
 
 @pytest.mark.parametrize("numel", [0, 1, 255, 5000])
 @pytest.mark.parametrize(
-    ("codec", "shards"),
-    [*((codec, 1) for codec in EXAMPLES), *((codec, 3) for codec in SHARDED)],
+    ("codec", "segments"),
+    [*((codec, 1) for codec in EXAMPLES), *((codec, 3) for codec in SEGMENTED)],
     ids=repr,
 )
-def test_shards_follow_from_the_number_of_values(codec: Codec, numel: int, shards: int) -> None:
-    parts = codec.shards(numel, shards)
-    assert len(parts) == shards
+def test_segments_follow_from_the_number_of_values(codec: Codec, numel: int, segments: int) -> None:
+    parts = codec.segments(numel, segments)
+    assert len(parts) == segments
     assert sum(part.numel for part in parts) == numel
-    assert codec.nbytes(numel, shards) == sum(part.nbytes for part in parts)
+    assert codec.nbytes(numel, segments) == sum(part.nbytes for part in parts)
     assert all(part.nbytes == 0 for part in parts if part.numel == 0)
 
 
 @of_each_whole
-def test_one_shard_is_all(codec: Codec) -> None:
+def test_one_segment_is_all(codec: Codec) -> None:
     message, x = encode(codec, [torch.randn(600)]), torch.randn(600)
     rounding = rounding_for(codec)
     for call in (
-        lambda: codec.shards(600, 2),
+        lambda: codec.segments(600, 2),
         lambda: codec.nbytes(600, 2),
-        lambda: codec.encode([x], message, shards=2, rounding=rounding),
-        lambda: codec.decode(message, [x], shards=2, rounding=rounding),
+        lambda: codec.encode([x], message, segments=2, rounding=rounding),
+        lambda: codec.decode(message, [x], segments=2, rounding=rounding),
     ):
-        with pytest.raises(ValueError, match="shards must be 1"):
+        with pytest.raises(ValueError, match="segments must be 1"):
             call()
     with pytest.raises(ValueError, match=r"\.reduce: exchange must be 'all_to_all', got"):
         codec.reduce(message[None], message.clone(), 600, rounding=rounding)
 
 
-@of_each_sharded
-def test_each_shard_is_a_message(codec: Codec) -> None:
+@of_each_segmented
+def test_each_segment_is_a_message(codec: Codec) -> None:
     x = torch.randn(5000)
-    message = encode(codec, [x], shards=3)
-    parts = codec.shards(5000, 3)
+    message = encode(codec, [x], segments=3)
+    parts = codec.segments(5000, 3)
     pieces = []
     for part, own in zip(parts, message.split([part.nbytes for part in parts]), strict=True):
         pieces.append(torch.empty(part.numel))
         codec.decode(own.clone(), [pieces[-1]])
-    assert torch.equal(torch.cat(pieces), restore(codec, x, shards=3))
+    assert torch.equal(torch.cat(pieces), restore(codec, x, segments=3))
 
 
 @of_each_codec
@@ -174,7 +174,7 @@ def test_a_sum_is_that_of_what_is_decoded(codec: Codec, level: str) -> None:
                 assert torch.equal(got, right.view(got.shape).to(got.dtype))
 
 
-@pytest.mark.parametrize("codec", [*SHARDED, *STOCHASTIC], ids=repr)
+@pytest.mark.parametrize("codec", [*SEGMENTED, *STOCHASTIC], ids=repr)
 @pytest.mark.parametrize("count", [1, 3])
 def test_reduce_is_decode_sum_encode(codec: Codec, count: int) -> None:
     messages = torch.stack([encode(codec, [torch.randn(3000)]) for _ in range(count)])
@@ -255,7 +255,7 @@ def test_all_kernels_give_the_same_bits(codec: Codec) -> None:
     torch.manual_seed(0)
     for number in range(75):
         tensors, sizes = some_chunks(rng)
-        shards, scale = rng.choice([1, 2, 3, 8]), rng.choice([1.0, 0.5, 1 / 3])
+        segments, scale = rng.choice([1, 2, 3, 8]), rng.choice([1.0, 0.5, 1 / 3])
         dtype = [None, *codec.error_dtypes][number % (1 + len(codec.error_dtypes))]
         error = None if dtype is None else (torch.randn(sum(sizes)) * 1e-3).to(dtype)
         # Codecs from elsewhere may send a NaN's payload, which differs between kernels.
@@ -263,11 +263,11 @@ def test_all_kernels_give_the_same_bits(codec: Codec) -> None:
         found = []
         for level in LEVELS:
             with limited_cpu(level):
-                found.append(everything(codec, tensors, shards, scale, error, sizes))
+                found.append(everything(codec, tensors, segments, scale, error, sizes))
         for other in found[1:]:
             pairs = zip(other, found[0], strict=True)
             wrong = [a for a, b in pairs if (exact or a.is_floating_point()) and not same(a, b)]
-            assert not wrong, (shards, scale, sizes)
+            assert not wrong, (segments, scale, sizes)
 
 
 @of_each_codec
@@ -298,19 +298,19 @@ FIRST = [cls.examples()[0] for cls in CODECS.values()]
     ids=repr,
 )
 def test_compiled(backend: str, dynamic: bool, codec: Codec) -> None:
-    """Shards, sums and chunks."""
-    shards = 2 if codec.exchange == "all_to_all" else 1
+    """Segments, sums and chunks."""
+    segments = 2 if codec.exchange == "all_to_all" else 1
 
     def run(tensors: list[Tensor], errors: list[Tensor], rounding: Tensor) -> list[Tensor]:
         made = [tensor * 2 for tensor in tensors]
         numel = sum(tensor.numel() for tensor in tensors)
-        message = torch.empty(codec.nbytes(numel, shards), dtype=torch.uint8)
+        message = torch.empty(codec.nbytes(numel, segments), dtype=torch.uint8)
         lost = errors if codec.takes_error else [None, None]
         drawn = rounding.clone()
-        codec.encode(made, message, shards=shards, error=lost[0], rounding=rounding)
+        codec.encode(made, message, segments=segments, error=lost[0], rounding=rounding)
         rounding[1] += 1
         out, sums, pieces = ([torch.empty_like(tensor) for tensor in tensors] for _ in range(3))
-        codec.decode(message, out, shards=shards, rounding=drawn)
+        codec.decode(message, out, segments=segments, rounding=drawn)
         whole = torch.empty(codec.nbytes(numel), dtype=torch.uint8)
         codec.encode(made, whole, rounding=drawn)
         codec.decode_sum(torch.stack([whole, whole]), sums, scale=0.5, rounding=drawn)
@@ -377,9 +377,9 @@ class _WithSetting(Codec):
 @pytest.mark.parametrize(
     ("base", "members", "missing"),
     [
-        (Codec, {}, "decode, encode, shards"),
-        (Codec, {"shards": lambda self, numel, shards=1: []}, "decode, encode"),
-        (_WithSetting, dict.fromkeys(("shards", "encode", "decode"), print), "density"),
+        (Codec, {}, "decode, encode, segments"),
+        (Codec, {"segments": lambda self, numel, segments=1: []}, "decode, encode"),
+        (_WithSetting, dict.fromkeys(("segments", "encode", "decode"), print), "density"),
     ],
     ids=["none", "one", "property"],
 )

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from torch_commhook import attach, collectives, hooks
 from torch_commhook.codecs import CODECS, Codec
-from torch_commhook.collectives.compressed_call import shard_range
+from torch_commhook.collectives.compressed_call import segment_range
 from torch_commhook.metrics import ring_all_reduce_bytes
 from torch_commhook.testing import run_ranks, simulate
 
@@ -95,7 +95,7 @@ def _follows_sgd(
         for name in squares:
             if name in run.memory:
                 squares[name] += run.memory[name].double().square().sum().item()
-    begin, end = shard_range(codec, numel, rank=rank, world_size=world_size)
+    begin, end = segment_range(codec, numel, rank=rank, world_size=world_size)
     held = torch.zeros(numel, dtype=torch.float64)
     if end > begin:
         held[begin:end] = run.memory["shard_error"].double()
@@ -193,7 +193,7 @@ def _in_buckets(rank: int, hook: hooks.Hook, seed: int) -> dict[str, list[Tensor
     ids=repr,
 )
 def test_a_model_on_four_ranks_loses_nothing(hook: hooks.Hook) -> None:
-    """The shards of two ranks neither begin nor end a bucket."""
+    """The segments of two ranks neither begin nor end a bucket."""
     seed = random.randrange(1 << 30)
     ranks = run_ranks(_in_buckets, 4, hook, seed)
     for name in ranks[0]:
@@ -316,7 +316,7 @@ def with_both(codec: Codec, tensors: list[Tensor], error: Tensor, **options: Any
 @pytest.mark.parametrize("codec", BLOCKS, ids=repr)
 def test_the_same_message_and_the_error_rounded(codec: Codec) -> None:
     x, error = torch.randn(NUMEL), (torch.randn(NUMEL) * 0.1).bfloat16()
-    wide, lost, message, kept = with_both(codec, [x], error, shards=3, scale=0.5)
+    wide, lost, message, kept = with_both(codec, [x], error, segments=3, scale=0.5)
     assert torch.equal(message, wide)
     assert torch.equal(kept, lost.bfloat16())
     assert not torch.equal(kept.float(), lost), "nothing was rounded, so that this shows nothing"
@@ -382,14 +382,14 @@ def test_small_gradients_are_not_lost_for_good(codec: Codec) -> None:
 
 def _summed(rank: int, codec: Codec, dtype: torch.dtype) -> list[Tensor]:
     x = torch.randn(3000, generator=torch.Generator().manual_seed(rank))
-    begin, end = shard_range(codec, 3000, rank=rank, world_size=2)
+    begin, end = segment_range(codec, 3000, rank=rank, world_size=2)
     error = torch.full((3000,), 0.25, dtype=dtype)
-    shard_error = torch.full((end - begin,), -0.5, dtype=dtype)
-    summed = collectives.compressed_all_reduce(x, codec, error=error, shard_error=shard_error)
+    sum_error = torch.full((end - begin,), -0.5, dtype=dtype)
+    summed = collectives.compressed_all_reduce(x, codec, error=error, sum_error=sum_error)
     result = summed.wait()
     chunk_error = torch.full((3000,), 0.25, dtype=dtype)
     chunk = collectives.compressed_reduce_scatter(x, codec, error=chunk_error).wait()
-    return [result, chunk, error, shard_error, chunk_error]
+    return [result, chunk, error, sum_error, chunk_error]
 
 
 @pytest.mark.parametrize("codec", [codec for codec in BLOCKS if not codec.is_random], ids=repr)

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
@@ -114,11 +115,11 @@ def test_it_trains_with_error_feedback() -> None:
     assert torch.equal(got, want) and sent == wanted_bytes
 
 
-class OneShard(codecs.Codec):
-    """Has one shard, however many ranks there are."""
+class OneSegment(codecs.Codec):
+    """Has one segment, however many ranks there are."""
 
-    def shards(self, numel: int, shards: int = 1) -> list[codecs.Shard]:
-        return [codecs.Shard(numel, 4 * numel)]
+    def segments(self, numel: int, segments: int = 1) -> list[codecs.Segment]:
+        return [codecs.Segment(numel, 4 * numel)]
 
     def encode(self, *arguments: Any, **settings: Any) -> None:
         raise AssertionError("never called")
@@ -126,10 +127,56 @@ class OneShard(codecs.Codec):
     decode = encode
 
 
-def test_a_codec_without_a_shard_for_each_rank() -> None:
+def test_a_codec_without_a_segment_for_each_rank() -> None:
     gradients = [[torch.ones(8)] for _ in range(2)]
-    with pytest.raises(ValueError, match=r"shards\(8, 2\) of OneShard\(\) must return a list with"):
-        simulate(hooks.compressed(OneShard()), gradients)
+    with pytest.raises(
+        ValueError, match=r"segments\(8, 2\) of OneSegment\(\) must return a list with"
+    ):
+        simulate(hooks.compressed(OneSegment()), gradients)
+
+
+def test_segments_have_their_old_name_too() -> None:
+    with pytest.warns(DeprecationWarning, match=r"use codecs\.Segment") as told:
+        shard = codecs.Shard
+    assert shard is codecs.Segment and told[0].filename == __file__
+    int8, x, y = codecs.blockwise(), torch.arange(512.0), torch.empty(512)
+    with pytest.warns(DeprecationWarning, match="use segments") as told:
+        assert int8.shards(512, shards=2) == int8.segments(512, 2)
+    assert {each.filename for each in told} == {__file__}
+    message = torch.empty(int8.nbytes(512, 2), dtype=torch.uint8)
+    with pytest.warns(DeprecationWarning, match="encode: shards is deprecated: use segments"):
+        int8.encode([x], message, shards=2)
+    int8.decode(message, [y], segments=2)
+    assert torch.allclose(x, y, atol=3.0)
+
+
+def test_a_codec_that_defines_segments_by_their_old_name() -> None:
+    with pytest.warns(DeprecationWarning, match="old: .* use segments") as told:
+
+        class old(Codec):  # noqa: N801
+            def shards(self, numel: int, shards: int = 1) -> list[codecs.Segment]:
+                return [codecs.Segment(numel // shards, 4 * numel // shards)] * shards
+
+            def encode(self, tensors: Any, message: Any, *, shards: int = 1, **more: Any) -> None:
+                assert "segments" not in more
+                message.view(torch.float32).copy_(tensors[0]).mul_(more.get("scale", 1.0))
+
+            def decode(self, message: Any, tensors: Any, *, shards: int = 1, **more: Any) -> None:
+                assert "segments" not in more
+                tensors[0].copy_(message.view(torch.float32))
+
+    assert [each.filename for each in told] == [__file__]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*use segments")
+        found = simulate(hooks.compressed(old()), [[torch.full((8,), i)] for i in (1.0, 3.0)])
+    assert torch.equal(found.result[0], torch.full((8,), 2.0))
+    with pytest.warns(DeprecationWarning, match="use segments"):  # by way of the base class
+
+        class older(codecs.blockwise):  # noqa: N801
+            def shards(self, numel: int, shards: int = 1) -> list[codecs.Segment]:
+                return super().shards(numel, shards)
+
+        assert older().segments(512, 2) == codecs.blockwise().segments(512, 2)
 
 
 # ---- a codec in Python alone ---------------------------------------------------------------------

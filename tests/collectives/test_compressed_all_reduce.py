@@ -26,7 +26,7 @@ from torch_commhook import hooks
 from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.codecs.block_codec import BlockCodec
 from torch_commhook.collectives import compressed_all_reduce
-from torch_commhook.collectives.compressed_call import MessageBuffers, shard_range
+from torch_commhook.collectives.compressed_call import MessageBuffers, segment_range
 from torch_commhook.metrics import WireMeter, counting
 from torch_commhook.testing import run_ranks, simulate
 
@@ -38,13 +38,13 @@ class Memory:
 
     def __init__(self, codec: Codec, numel: int, rank: int, world_size: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed + 100 + rank)
-        begin, end = shard_range(codec, numel, rank=rank, world_size=world_size)
+        begin, end = segment_range(codec, numel, rank=rank, world_size=world_size)
         staged = codec.exchange == "all_to_all"
-        self.error = self.shard_error = self.rounding = None
+        self.error = self.sum_error = self.rounding = None
         if codec.takes_error:
             self.error = torch.randn(numel, generator=generator) * 0.01
             if staged:
-                self.shard_error = torch.randn(end - begin, generator=generator) * 0.01
+                self.sum_error = torch.randn(end - begin, generator=generator) * 0.01
         if codec.is_random:
             own = rank if codec.exchange != "all_reduce" else 0
             self.rounding = torch.tensor([[seed + own, 5], [seed + 50 + rank, 5]])
@@ -57,10 +57,10 @@ class Memory:
             self.rounding[:, 1] += 1
 
     def options(self) -> dict[str, Any]:
-        return {"error": self.error, "shard_error": self.shard_error, "rounding": self.rounding}
+        return {"error": self.error, "sum_error": self.sum_error, "rounding": self.rounding}
 
     def state(self) -> list[Tensor]:
-        kept = (self.error, self.shard_error)
+        kept = (self.error, self.sum_error)
         return [tensor.clone() for tensor in kept if tensor is not None]
 
 
@@ -74,12 +74,12 @@ def by_hand(
     """What the sum must be, of all ranks' tensors, and what the ranks then remember."""
     numel = sum(tensor.numel() for tensor in sources[0])
     staged = codec.exchange == "all_to_all"
-    shards = codec.shards(numel, len(sources) if staged else 1)
+    segments = codec.segments(numel, len(sources) if staged else 1)
     messages = []
     for tensors, memory in zip(sources, memories, strict=True):
-        messages.append(torch.empty(sum(shard.nbytes for shard in shards), dtype=torch.uint8))
+        messages.append(torch.empty(sum(segment.nbytes for segment in segments), dtype=torch.uint8))
         options = {"error": memory.error, "rounding": memory.row(0)}
-        codec.encode(tensors, messages[-1], shards=len(shards), **options)
+        codec.encode(tensors, messages[-1], segments=len(segments), **options)
     if codec.exchange == "all_gather":
         codec.decode_sum(torch.stack(messages), out, scale=scale)
         return
@@ -87,20 +87,20 @@ def by_hand(
         total = torch.stack([message.view(torch.float32) for message in messages]).sum(0) * scale
         codec.decode(total.view(torch.uint8), out, rounding=memories[0].row(0))
         return
-    pieces = [message.split([shard.nbytes for shard in shards]) for message in messages]
+    pieces = [message.split([segment.nbytes for segment in segments]) for message in messages]
     sums = []
-    for owner, (shard, memory) in enumerate(zip(shards, memories, strict=True)):
+    for owner, (segment, memory) in enumerate(zip(segments, memories, strict=True)):
         received = torch.stack([own[owner] for own in pieces])
-        sums.append(torch.empty(shard.nbytes, dtype=torch.uint8))
+        sums.append(torch.empty(segment.nbytes, dtype=torch.uint8))
         codec.reduce(
             received,
             sums[-1],
-            shard.numel,
+            segment.numel,
             scale=scale,
-            error=memory.shard_error,
+            error=memory.sum_error,
             rounding=memory.row(1),
         )
-    codec.decode(torch.cat(sums), out, shards=len(sources))
+    codec.decode(torch.cat(sums), out, segments=len(sources))
 
 
 # ---- what is summed ------------------------------------------------------------------------------
@@ -262,9 +262,9 @@ def expected_bytes(codec: Codec, numel: int, world_size: int) -> tuple[float, fl
     formula = 2 * bytes_of_value(codec) * numel * (world_size - 1) / world_size
     if not isinstance(codec, BlockCodec):
         return formula, 16 * (world_size - 1)
-    # Shards have whole blocks, whose parameters are sent also where they are short. Values and
+    # Segments have whole blocks, whose parameters are sent also where they are short. Values and
     # parameters fill up 16 bytes each; all send as much of the sum as the one with the longest
-    # shard.
+    # segment.
     return formula, 2 * (world_size - 1) * (codec.block_size * bytes_of_value(codec) + 8 + 27)
 
 
@@ -294,8 +294,8 @@ def test_bytes_on_gloo(pools: dict[int, RankPool], codec: Codec, world_size: int
     numel, others = 20_000, world_size - 1
     formula, padding = expected_bytes(codec, numel, world_size)
     if codec.exchange == "all_to_all":
-        shards = [shard.nbytes for shard in codec.shards(numel, world_size)]
-        exact = [sum(shards) - own + own * others for own in shards]
+        segments = [segment.nbytes for segment in codec.segments(numel, world_size)]
+        exact = [sum(segments) - own + own * others for own in segments]
     else:  # what is added up is little enough for each rank to get it from all
         exact = [codec.nbytes(numel) * others] * world_size
     found = pools[world_size].run(_bytes, codec, numel)
@@ -309,13 +309,13 @@ def test_bytes_on_gloo(pools: dict[int, RankPool], codec: Codec, world_size: int
 
 
 def _compiled(rank: int, codec: Codec, backend: str) -> Modes:
-    def call(x: Tensor, y: Tensor, error: Any, shard_error: Any, rounding: Any) -> Tensor:
+    def call(x: Tensor, y: Tensor, error: Any, sum_error: Any, rounding: Any) -> Tensor:
         summed = compressed_all_reduce(
             [x * 2, y.t() * 3],
             codec,
             scale=0.5,
             error=error,
-            shard_error=shard_error,
+            sum_error=sum_error,
             rounding=rounding,
         )
         return summed.then(lambda done: done.value() + 1).wait() * 3
@@ -324,7 +324,7 @@ def _compiled(rank: int, codec: Codec, backend: str) -> Modes:
         return Memory(codec, 1301, rank, dist.get_world_size(), 8)
 
     def memory() -> list[Tensor | None]:
-        return [new().error, new().shard_error]
+        return [new().error, new().sum_error]
 
     def rounding(step: int) -> Tensor | None:
         drawn = new().rounding

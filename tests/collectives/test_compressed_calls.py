@@ -30,7 +30,7 @@ from torch_commhook.collectives.compressed_call import (
     MessageError,
     _places,
     _values_at,
-    shard_range,
+    segment_range,
 )
 from torch_commhook.metrics import CallMeter
 from torch_commhook.testing import run_ranks
@@ -101,16 +101,16 @@ VALUES: Wrong = [
     ({"error": ZEROS.to_sparse()}, "error must be dense and flat"),
 ]
 SUM_TYPES: Wrong = [
-    ({"shard_error": [0.0] * 600}, "shard_error must be a tensor, got list"),
+    ({"sum_error": [0.0] * 600}, "sum_error must be a tensor, got list"),
     ({"codec": STOCHASTIC, "rounding": torch.ones(2, 2)}, INT64),
 ]
 SUM_VALUES: Wrong = [
     (
-        {"shard_error": ZEROS[:599]},
-        "compressed_all_reduce: shard_error must be flat and hold 600 elements",
+        {"sum_error": ZEROS[:599]},
+        "compressed_all_reduce: sum_error must be flat and hold 600 elements",
     ),
-    ({"shard_error": META}, "shard_error must be on the tensors' device, cpu, got meta"),
-    ({"shard_error": torch.zeros(1200)[::2]}, r"shard_error must be contiguous, got strides \[2\]"),
+    ({"sum_error": META}, "sum_error must be on the tensors' device, cpu, got meta"),
+    ({"sum_error": torch.zeros(1200)[::2]}, r"sum_error must be contiguous, got strides \[2\]"),
     ({"codec": STOCHASTIC}, SHAPE.format("2, 2", "rows of ") + "got None"),
     ({"codec": STOCHASTIC, "rounding": SEED}, SHAPE.format("2, 2", "rows of ") + r"got \[2\]"),
     (
@@ -246,9 +246,9 @@ def _in_flight(rank: int, inner: Codec, seed: int) -> list[Tensor]:
         options = {"error": error_of(codec, rank, numel, drawn)}
         rounding = rounding_of(codec, rank, drawn)
         if call is compressed_all_reduce:
-            begin, end = shard_range(codec, numel, rank=rank, world_size=world_size)
+            begin, end = segment_range(codec, numel, rank=rank, world_size=world_size)
             lost = options["error"] is not None and codec.exchange == "all_to_all"
-            options["shard_error"] = torch.full((end - begin,), 0.01) if lost else None
+            options["sum_error"] = torch.full((end - begin,), 0.01) if lost else None
             rounding = None if rounding is None else torch.stack([rounding, rounding])
         future = call(values(rank, numel, drawn), codec, rounding=rounding, **options)
         return future, [each for each in options.values() if each is not None]
@@ -274,14 +274,24 @@ def test_several_in_flight(pools: dict[int, RankPool], codec: Codec, world_size:
             assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_ranges_of_shards() -> None:
+def test_the_error_of_the_sum_has_its_old_name_too() -> None:
+    def call(rank: int) -> Tensor:
+        x, error = torch.linspace(0, 1, 64), torch.full((64,), 9.0)
+        compressed_all_reduce(x, BLOCKWISE, shard_error=error).wait()
+        return error
+
+    with pytest.warns(DeprecationWarning, match="shard_error is deprecated: use sum_error"):
+        assert (run_ranks(call, 1)[0] != 9.0).all()
+
+
+def test_ranges_of_segments() -> None:
     for codec in (example for cls in CODECS.values() for example in cls.examples()):
         for numel in (0, 1, 700, 5000):
-            ranges = [shard_range(codec, numel, rank=rank, world_size=3) for rank in range(3)]
+            ranges = [segment_range(codec, numel, rank=rank, world_size=3) for rank in range(3)]
             if codec.exchange == "all_to_all":
                 assert ranges[0][0] == 0 and ranges[-1][1] == numel
                 assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
-                counts = [shard.numel for shard in codec.shards(numel, 3)]
+                counts = [segment.numel for segment in codec.segments(numel, 3)]
                 assert [end - begin for begin, end in ranges] == counts
             else:
                 assert ranges == [(0, 0)] * 3

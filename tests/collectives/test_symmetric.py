@@ -20,8 +20,8 @@ from symmetric_ranks import (
     assert_the_bits_of_collectives,
     test_a_barrier_that_waits_in_vain,  # noqa: F401
     test_a_rank_that_does_not_come,  # noqa: F401
-    test_gathered_shards,  # noqa: F401
-    test_shards_at_any_addresses,  # noqa: F401
+    test_gathered_segments,  # noqa: F401
+    test_segments_at_any_addresses,  # noqa: F401
     test_the_bits_of_the_collectives,  # noqa: F401
 )
 from torch import Tensor
@@ -160,7 +160,7 @@ def test_memory_that_a_barrier_refuses() -> None:
 def test_what_a_gather_refuses(is_fake: bool) -> None:
     with FakeTensorMode() if is_fake else nullcontext():
         one, two = zeros(4), zeros(2, dtype=torch.int64)
-        for shards, message, failed, error, text in [
+        for segments, message, failed, error, text in [
             ([], zeros(0), None, ValueError, "shards must be 1 to 16 tensors"),
             ([one] * 17, zeros(68), None, ValueError, "shards must be 1 to 16 tensors"),
             ([one, zeros(4)], zeros(12), None, ValueError, "message must .*hold 8 bytes"),
@@ -169,7 +169,7 @@ def test_what_a_gather_refuses(is_fake: bool) -> None:
             ([one], zeros(4), two, ValueError, "failed must hold one number"),
         ]:
             with pytest.raises(error, match=text):
-                symmetric_gather(shards, message, failed=failed)
+                symmetric_gather(segments, message, failed=failed)
     if not is_fake:
         with pytest.raises(ValueError, match="must hold a multiple of 4 bytes, got 3"):
             symmetric_gather([zeros(3)], zeros(3))
@@ -179,12 +179,12 @@ def test_what_a_gather_refuses(is_fake: bool) -> None:
 
 
 @pytest.mark.parametrize("is_fake", [False, True])
-def test_what_a_sum_of_shards_refuses(is_fake: bool) -> None:
+def test_what_a_sum_of_segments_refuses(is_fake: bool) -> None:
     with FakeTensorMode() if is_fake else nullcontext():
         good = torch.zeros(CODEC.nbytes(100), dtype=torch.uint8)
         short = torch.zeros(8, dtype=torch.uint8)
         message = torch.zeros_like(good)
-        reduce: Any = CODEC.reduce_shards
+        reduce: Any = CODEC.reduce_segments
         for messages, own, failed, error, text in [
             ([], message, None, ValueError, "messages must be 1 to 16 tensors"),
             ([good] * 17, message, None, ValueError, "messages must be 1 to 16 tensors"),
@@ -214,29 +214,29 @@ def test_what_a_sum_of_shards_refuses(is_fake: bool) -> None:
             reduce([good], message, 2**63 - 1)
 
 
-def test_shards_of_any_shape() -> None:
+def test_segments_of_any_shape() -> None:
     """Their bytes count, as for other messages."""
     flat = torch.arange(CODEC.nbytes(100), dtype=torch.uint8)
     right, got = torch.empty_like(flat), torch.empty_like(flat)
-    CODEC.reduce_shards([flat, flat], right, 100)
-    CODEC.reduce_shards([flat.view(1, -1), flat.view(-1, 4)], got, 100)
+    CODEC.reduce_segments([flat, flat], right, 100)
+    CODEC.reduce_segments([flat.view(1, -1), flat.view(-1, 4)], got, 100)
     assert torch.equal(got, right)
 
 
 def test_opcheck() -> None:
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    shards = [torch.zeros(CODEC.nbytes(100), dtype=torch.uint8) for _ in range(2)]
-    message = torch.zeros_like(shards[0])
+    segments = [torch.zeros(CODEC.nbytes(100), dtype=torch.uint8) for _ in range(2)]
+    message = torch.zeros_like(segments[0])
     for codec, settings in [
         ("blockwise", {"bits": 8, "block_size": 256, "symmetric": True}),
         ("fp8", {"format": "e4m3", "block_size": 256}),
     ]:
         operator = getattr(commhook, f"{codec}_reduce_shards").default
         more = {**settings, "error": torch.zeros(100), "failed": torch.tensor([0])}
-        torch.library.opcheck(operator, (shards, message, 100), more, test_utils=tests)
+        torch.library.opcheck(operator, (segments, message, 100), more, test_utils=tests)
     whole = torch.zeros(2 * len(message), dtype=torch.uint8)
     torch.library.opcheck(
-        commhook.symmetric_gather.default, (shards, whole), {"failed": torch.tensor([0])}
+        commhook.symmetric_gather.default, (segments, whole), {"failed": torch.tensor([0])}
     )
     torch.library.opcheck(
         commhook.symmetric_barrier.default, (controls(), 0), {"timeout": 0.01}, test_utils=tests
@@ -246,14 +246,14 @@ def test_opcheck() -> None:
 def test_compiled() -> None:
     """Compiled code keeps the operators, in their order."""
 
-    def step(shards: list[Tensor], given: list[Tensor], message: Tensor) -> Tensor:
+    def step(segments: list[Tensor], given: list[Tensor], message: Tensor) -> Tensor:
         symmetric_barrier(given, 0, timeout=0.01)
-        symmetric_gather(shards, message, failed=given[0][3:])
+        symmetric_gather(segments, message, failed=given[0][3:])
         return message.float().sum()
 
-    shards = [torch.ones(8, dtype=torch.uint8) for _ in range(2)]
+    segments = [torch.ones(8, dtype=torch.uint8) for _ in range(2)]
     given = controls()
     message = torch.zeros(16, dtype=torch.uint8)
-    total = torch.compile(step, backend="aot_eager", fullgraph=True)(shards, given, message)
+    total = torch.compile(step, backend="aot_eager", fullgraph=True)(segments, given, message)
     assert total == 255 * 16  # since nobody has come to the barrier
     assert given[0].tolist() == [0, 0, 1, 2]

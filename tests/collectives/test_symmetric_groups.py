@@ -39,7 +39,7 @@ from torch_commhook.collectives.gloo_groups import state_of
 from torch_commhook.collectives.symmetric_memory import (
     SymmetricBuffers,
     control_words,
-    trial_shards,
+    trial_segments,
     try_out,
 )
 from torch_commhook.metrics import WireMeter, counting
@@ -283,7 +283,7 @@ def try_out_in_threads(
 ) -> list[Exception | None]:
     """What the trial raises on each rank."""
     assert isinstance(codec, BlockCodec)
-    sizes = [shard.nbytes for shard in trial_shards(codec, ranks)]
+    sizes = [segment.nbytes for segment in trial_segments(codec, ranks)]
     capacity = sum(sizes), max(sizes)
     memories = shared_memories(ranks, SymmetricBuffers.bytes_for(ranks, *capacity))
 
@@ -312,7 +312,7 @@ def test_what_the_values_cover(codec: Codec) -> None:
     """Ranks, steps and blocks differ, and the last block is cut short."""
     assert isinstance(codec, BlockCodec)
     ranks = 3
-    numels = [shard.numel for shard in trial_shards(codec, ranks)]
+    numels = [segment.numel for segment in trial_segments(codec, ranks)]
     assert numels[:2] == [3 * codec.block_size] * 2
     assert 2 * codec.block_size < numels[2] < 3 * codec.block_size
     results = [
@@ -325,7 +325,7 @@ def test_what_the_values_cover(codec: Codec) -> None:
         torch.equal(totals[step], totals[2 * rank + step]) for rank in (1, 2) for step in (0, 1)
     )
     assert not torch.equal(totals[0], totals[1])
-    for values in (*totals, *(result.shard_error for result in results)):
+    for values in (*totals, *(result.sum_error for result in results)):
         assert values.isfinite().all()
         assert values.count_nonzero() > len(values) // 2
     assert len({tuple(each.tolist()) for each in totals[0].split(codec.block_size)}) == 9
@@ -335,8 +335,8 @@ def flipped(nth: int, rank: int) -> Callable[..., None]:
     """A gather that gives a rank one wrong bit in its nth call."""
     gather, calls = SymmetricBuffers.gather, iter(range(1000))
 
-    def double(self: SymmetricBuffers, shards: Any, message: Tensor) -> None:
-        gather(self, shards, message)
+    def double(self: SymmetricBuffers, segments: Any, message: Tensor) -> None:
+        gather(self, segments, message)
         if self.rank == rank and next(calls) == nth:
             message[-40 if len(message) > 40 else 0] ^= 1
 
@@ -352,13 +352,13 @@ def test_one_wrong_bit(nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_error_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    reduce = BlockCodec.reduce_shards
+    reduce = BlockCodec.reduce_segments
 
-    def double(self: BlockCodec, shards: Any, message: Tensor, *args: Any, **more: Any) -> None:
-        reduce(self, shards, message, *args, **more)
+    def double(self: BlockCodec, segments: Any, message: Tensor, *args: Any, **more: Any) -> None:
+        reduce(self, segments, message, *args, **more)
         more["error"][5] += 1
 
-    monkeypatch.setattr(BlockCodec, "reduce_shards", double)
+    monkeypatch.setattr(BlockCodec, "reduce_segments", double)
     for found in try_out_in_threads(CODEC, 2):
         assert "1 of 768 errors of a sum" in str(found) or "1 of 637 errors" in str(found)
 
@@ -377,15 +377,15 @@ def wrong_bit(rank: int, at_fault: int) -> Any:
 
 
 def wrong_sum(rank: int, at_fault: int) -> Any:
-    reduce = BlockCodec.reduce_shards
+    reduce = BlockCodec.reduce_segments
 
-    def double(self: BlockCodec, shards: Any, message: Tensor, *args: Any, **more: Any) -> None:
-        reduce(self, shards, message, *args, **more)
+    def double(self: BlockCodec, segments: Any, message: Tensor, *args: Any, **more: Any) -> None:
+        reduce(self, segments, message, *args, **more)
         message[3] ^= 16
 
     if rank != at_fault:
         return nullcontext()
-    return mock.patch.object(BlockCodec, "reduce_shards", double)
+    return mock.patch.object(BlockCodec, "reduce_segments", double)
 
 
 def waits_in_vain(rank: int, at_fault: int) -> Any:
@@ -418,7 +418,7 @@ def raises(rank: int, at_fault: int) -> Any:
     if rank != at_fault:
         return nullcontext()
     error = RuntimeError("no kernel image is available")
-    return mock.patch.object(BlockCodec, "reduce_shards", mock.Mock(side_effect=error))
+    return mock.patch.object(BlockCodec, "reduce_segments", mock.Mock(side_effect=error))
 
 
 @on_three
@@ -453,8 +453,8 @@ def test_a_trial_that_fails(
             for each in (buffers, others, buffers):  # and nobody tries it again
                 assert_right_sums(rank, group, each)
                 assert_right_sums(rank, group, each, OTHER)
-                shards = CODEC.shards(1000, 3)
-                assert symmetric.symmetric_buffers(each, CODEC, shards, CPU, group) is None
+                segments = CODEC.segments(1000, 3)
+                assert symmetric.symmetric_buffers(each, CODEC, segments, CPU, group) is None
             assert next(files.numbers) == 1 + is_known
             gc.collect()
             assert len(files.alive) == is_known  # the memory that has proven right stays
@@ -502,14 +502,14 @@ def test_no_trial_while_a_graph_is_captured(rank: int, tmp_path: Path) -> None:
         buffers = MessageBuffers()
 
         def captured(codec: Codec) -> bool:
-            shards = codec.shards(1000, 3)
+            segments = codec.segments(1000, 3)
             with (
                 mock.patch.object(symmetric, "is_capturing", lambda _: True),
                 mock.patch.object(
                     symmetric, "gather_in_step", mock.Mock(side_effect=AssertionError)
                 ),
             ):
-                found = symmetric.symmetric_buffers(buffers, codec, shards, CPU, group)
+                found = symmetric.symmetric_buffers(buffers, codec, segments, CPU, group)
                 return found is not None
 
         assert not captured(CODEC)

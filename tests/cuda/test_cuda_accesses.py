@@ -73,7 +73,7 @@ EXEMPTIONS = [
 
 
 BLOCKS = [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
-SHARDS = [1, 2, 3, 8, 16]
+SEGMENTS = [1, 2, 3, 8, 16]
 
 
 @pytest.fixture(autouse=True)
@@ -148,15 +148,15 @@ def test_accesses_of_known_cost(name: str, memory: str, cost: tuple[int, int, in
 # ---- the kernels ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shards", SHARDS)
+@pytest.mark.parametrize("segments", SEGMENTS)
 @pytest.mark.parametrize("block_size", BLOCKS)
 @pytest.mark.parametrize("form", FORMS)
-def test_block_codecs(form: str, block_size: int, shards: int) -> None:
+def test_block_codecs(form: str, block_size: int, segments: int) -> None:
     if block_size < least_block(form):
         pytest.skip("has no such blocks")
-    numel = max(16384, 4 * block_size * shards)
-    for name, run in block_runs(form, block_size, shards, [torch.randn(numel)]).items():
-        shape = f"with {shards} shards of blocks of {block_size}"
+    numel = max(16384, 4 * block_size * segments)
+    for name, run in block_runs(form, block_size, segments, [torch.randn(numel)]).items():
+        shape = f"with {segments} segments of blocks of {block_size}"
         check(f"{form}: {name}", block_size, shape, requests_of(run))
 
 
@@ -177,7 +177,7 @@ def test_whole_buckets(kind: str) -> None:
 
 def test_shared_memory() -> None:
     for name, run in other_runs("symmetric", [torch.empty(20_000), torch.empty(16_384)]).items():
-        check(f"symmetric: {name}", 1, "of two shards", requests_of(run))
+        check(f"symmetric: {name}", 1, "of two segments", requests_of(run))
 
 
 def test_each_exemption_is_of_some_run() -> None:

@@ -24,7 +24,7 @@ def assert_the_bits_of_the_cpu(
     device: KernelDevice,
     codec: Codec,
     tensors: list[Tensor],
-    shards: int,
+    segments: int,
     scale: float,
     error: Tensor | None,
     warps: int = 128,
@@ -33,13 +33,13 @@ def assert_the_bits_of_the_cpu(
     **more: Any,
 ) -> list[Tensor]:
     """Returns what all operators write, the errors last."""
-    right = everything(codec, tensors, shards, scale, error, rounding=rounding, **more)
+    right = everything(codec, tensors, segments, scale, error, rounding=rounding, **more)
     with device.kernels(warps):
         copies = device.copy(tensors)
         own = [None if each is None else device.copy([each])[0] for each in (error, rounding)]
-        found = everything(codec, copies, shards, scale, own[0], rounding=own[1], **more)
+        found = everything(codec, copies, segments, scale, own[0], rounding=own[1], **more)
     got = [tensor.cpu() for tensor in found]
-    assert all(map(same_bits, got, right)), (codec, shards, scale)
+    assert all(map(same_bits, got, right)), (codec, segments, scale)
     return got
 
 
@@ -50,12 +50,12 @@ def test_the_bits_of_the_cpu(codec: Codec, kernel_device: KernelDevice) -> None:
     for _ in range(50):
         tensors = some_tensors(rng)
         numel = sum(tensor.numel() for tensor in tensors)
-        shards, scale = rng.choice([1, 2, 3, 8]), rng.choice([1.0, 0.5, 1 / 3])
+        segments, scale = rng.choice([1, 2, 3, 8]), rng.choice([1.0, 0.5, 1 / 3])
         error = torch.randn(numel) * 1e-3 if rng.random() < 0.7 else None
         if error is not None and rng.random() < 0.5:
             error = error.bfloat16()
         warps = rng.choice([1, 5, 128])
-        assert_the_bits_of_the_cpu(kernel_device, codec, tensors, shards, scale, error, warps)
+        assert_the_bits_of_the_cpu(kernel_device, codec, tensors, segments, scale, error, warps)
 
 
 def random_case(form: str, seed: int) -> tuple[random.Random, Codec, list[Tensor], dict[str, Any]]:
@@ -77,7 +77,7 @@ def random_case(form: str, seed: int) -> tuple[random.Random, Codec, list[Tensor
     if draw.random() < 0.5:
         first = draw.randrange(4)  # at any address that is a multiple of four
         more["error"] = torch.randn(first + sum(more["sizes"]))[first:]
-    more |= {"shards": draw.choice([1, 1, 2, 3, 7]), "added": draw.randint(1, 4)}
+    more |= {"segments": draw.choice([1, 1, 2, 3, 7]), "added": draw.randint(1, 4)}
     return draw, CODECS[name](**settings, block_size=draw.choice(sizes)), tensors, more
 
 
@@ -169,7 +169,7 @@ def test_foreign_memory_that_is_not_aligned_is_refused(kernel_device: KernelDevi
     device = kernel_device.name
     values, memory = torch.ones(64, device=device), torch.zeros(400, dtype=torch.uint8).to(device)
     row, rows, sparse = memory[:80], memory[80:240].view(2, 80), memory[240:256]
-    shards, both = [memory[:80], memory[80:160]], memory[160:320]
+    segments, both = [memory[:80], memory[80:160]], memory[160:320]
     numbers = kernel_device.misaligned(2, torch.int64)
     foreign = {"error": kernel_device.misaligned(64, torch.float32), "rounding": numbers}
     foreign["failed"] = numbers[:1]
@@ -178,8 +178,8 @@ def test_foreign_memory_that_is_not_aligned_is_refused(kernel_device: KernelDevi
     for name, given, options, arguments in (
         ("blockwise_encode", ([values], row), blocks, ("error", "rounding")),
         ("blockwise_reduce", (rows, row, 64), blocks, ("error",)),
-        ("blockwise_reduce_shards", (shards, both[80:], 64), blocks, ("failed",)),
-        ("symmetric_gather", (shards, both), {}, ("failed",)),
+        ("blockwise_reduce_shards", (segments, both[80:], 64), blocks, ("failed",)),
+        ("symmetric_gather", (segments, both), {}, ("failed",)),
         ("topk_encode", ([values], sparse), {}, ("error", "rounding")),
         ("randomk_encode", ([values], sparse), good, ("error", "rounding")),
         ("randomk_decode", (sparse, [values]), good, ("rounding",)),

@@ -21,8 +21,8 @@ from symmetric_ranks import (
     SharedRanks,
     test_a_barrier_that_waits_in_vain,  # noqa: F401
     test_a_rank_that_does_not_come,  # noqa: F401
-    test_gathered_shards,  # noqa: F401
-    test_shards_at_any_addresses,  # noqa: F401
+    test_gathered_segments,  # noqa: F401
+    test_segments_at_any_addresses,  # noqa: F401
     test_the_bits_of_the_collectives,  # noqa: F401
     warm_up,
 )

@@ -22,7 +22,7 @@ from torch_commhook import GradBucket, HookHandle, attach, hooks, reshard_states
 from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.codecs.base import decay_error, mix_seeds
 from torch_commhook.collectives import compressed_all_reduce, compressed_reduce_scatter
-from torch_commhook.collectives.compressed_call import shard_range
+from torch_commhook.collectives.compressed_call import segment_range
 from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.states import FOLDED_INTO
@@ -148,12 +148,12 @@ def test_one_memory_has_one_dtype() -> None:
 NUMEL, RANKS, STEPS, DECAY = 1500, 2, 5, 0.7
 
 
-def _restored(codec: Codec, p: Tensor, shards: int, rounding: Tensor) -> Tensor:
+def _restored(codec: Codec, p: Tensor, segments: int, rounding: Tensor) -> Tensor:
     """C(p), of values in float64."""
-    message = torch.empty(codec.nbytes(len(p), shards), dtype=torch.uint8)
-    codec.encode([p.float()], message, shards=shards, rounding=rounding)
+    message = torch.empty(codec.nbytes(len(p), segments), dtype=torch.uint8)
+    codec.encode([p.float()], message, segments=segments, rounding=rounding)
     values = torch.empty(len(p))
-    codec.decode(message, [values], shards=shards, rounding=rounding)
+    codec.decode(message, [values], segments=segments, rounding=rounding)
     return values.double()
 
 
@@ -167,25 +167,25 @@ class _Reference:
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
         self.errors = [torch.zeros(NUMEL, dtype=torch.float64) for _ in range(RANKS)]
-        self.shard_errors = torch.zeros(NUMEL, dtype=torch.float64)
+        self.sum_errors = torch.zeros(NUMEL, dtype=torch.float64)
 
     def step(self, gradients: list[Tensor], step: int) -> Tensor:
-        shards = RANKS if self.codec.exchange == "all_to_all" else 1
+        segments = RANKS if self.codec.exchange == "all_to_all" else 1
         mean = torch.zeros(NUMEL, dtype=torch.float64)
         for rank, gradient in enumerate(gradients):
             p = gradient.double() + self.errors[rank]
             own = 0 if self.codec.exchange == "all_reduce" else rank + 1
-            sent = _restored(self.codec, p, shards, _rounding(0, own, step))
+            sent = _restored(self.codec, p, segments, _rounding(0, own, step))
             self.errors[rank] = DECAY * (p - sent)
             mean += sent / RANKS
-        if shards == 1:
+        if segments == 1:
             return mean
         result = torch.empty_like(mean)
         for rank in range(RANKS):
-            begin, end = shard_range(self.codec, NUMEL, rank=rank, world_size=RANKS)
-            p = mean[begin:end] + self.shard_errors[begin:end]
+            begin, end = segment_range(self.codec, NUMEL, rank=rank, world_size=RANKS)
+            p = mean[begin:end] + self.sum_errors[begin:end]
             sent = _restored(self.codec, p, 1, _rounding(0, -1 - rank, step))
-            self.shard_errors[begin:end] = DECAY * (p - sent)
+            self.sum_errors[begin:end] = DECAY * (p - sent)
             result[begin:end] = sent
         return result
 
@@ -208,11 +208,11 @@ def test_it_is_that_of_books(rank: int, codec: Codec) -> None:
         assert model.weight.grad is not None
         own = handle.state_dict()[f"rank{rank}"]
         memory = {kind: each["weight"].reshape(-1).double() for kind, each in own.items()}
-        of_shards = sum(of_all_ranks(memory.get("shard_error", torch.zeros(NUMEL).double())))
+        of_segments = sum(of_all_ranks(memory.get("shard_error", torch.zeros(NUMEL).double())))
         for got, want in (
             (model.weight.grad.reshape(-1).double(), result),
             (memory["error"], wanted.errors[rank]),
-            (of_shards, wanted.shard_errors),
+            (of_segments, wanted.sum_errors),
         ):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     handle.remove()
@@ -313,7 +313,7 @@ def test_all_that_is_remembered_decays(rank: int, mode: Mode, inside: str, dtype
 
 @pytest.mark.parametrize("hook", ["blockwise(bits=4)", "sign()", "randomk(0.2)"])
 @on_ranks(2)
-def test_that_of_shards_decays(rank: int, hook: str) -> None:
+def test_that_of_segments_decays(rank: int, hook: str) -> None:
     states = []
     for decay in (1.0, 0.75):
         model = net()

@@ -185,10 +185,10 @@ def test_traffic_of_each_level(levels: list[int], ranks: int) -> None:
         wanted.append(2 * share * (size - 1))
     nodes = ranks // math.prod(levels)
     elements = numel // math.prod(levels)
-    sizes = [shard.nbytes for shard in codec.shards(elements, nodes)]
+    sizes = [segment.nbytes for segment in codec.segments(elements, nodes)]
     for rank, sent in enumerate(run_ranks(on_rank, ranks, timeout=120)):
         assert sent[:-1] == wanted, rank
-        # To each of the other nodes its shard, and to all of them the own sum, padded alike.
+        # To each of the other nodes its segment, and to all of them the own sum, padded alike.
         place = rank // math.prod(levels)
         assert sent[-1] == sum(sizes) - sizes[place] + max(sizes) * (nodes - 1)
 

@@ -36,7 +36,7 @@ HOOKS = [
     "after(4, error_feedback(blockwise(bits=4)))",
     "policy([('dim <= 1', allreduce()), ('0.*', error_feedback(topk(0.1)))])",
     "clip(0.5, error_feedback(fp8()))",
-    # Shards of two kinds, stopped after the change, at it, and before.
+    # Segments of two kinds, stopped after the change, at it, and before.
     "after(3, error_feedback(blockwise(4, 8)), before=error_feedback(blockwise(8, 64)))",
     "after(5, error_feedback(sign()), before=error_feedback(blockwise(4, 8)))",
     "after(3, error_feedback(topk(0.05)), before=error_feedback(blockwise(8, 64)))",
@@ -117,7 +117,7 @@ def test_other_buckets_take_over_what_is_remembered(rank: int) -> None:
     model, state = _trained(rank, INT4, 3)
     other = attach(model, parse_hook(INT4), bucket_cap_mb=1)
     names = [name for bucket in state["buckets"] for name in bucket]
-    other.load_state_dict({**state, "buckets": [names]})  # one bucket, with other shards
+    other.load_state_dict({**state, "buckets": [names]})  # one bucket, with other segments
     moved = other.state_dict()
     other.remove()
     torch.testing.assert_close(mean_error(moved, rank), mean_error(state, rank))

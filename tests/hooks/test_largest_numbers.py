@@ -94,11 +94,11 @@ def test_results_of_unused_parameters_leave_finite_errors() -> None:
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_a_shard_that_moves_leaves_finite_errors(sign: int) -> None:
+def test_a_segment_that_moves_leaves_finite_errors(sign: int) -> None:
     parameter = torch.zeros(10)
     memory = HookMemory().memory_of_bucket([parameter], 0, lambda memory: memory.flat("error"))
-    name = memory.shard("shard_error", 3, 7, 2)
+    name = memory.segment("shard_error", 3, 7, 2)
     memory.tensors[name].fill_(sign * LARGEST)
-    memory.fold_shards([name])
+    memory.fold_segments([name])
     assert memory.tensors["error"].isfinite().all()
     assert memory.tensors["error"][3:7].sign().eq(sign).all()

@@ -140,7 +140,7 @@ def test_little_is_lost_where_16_bits_remember_it(rank: int, mode: Mode) -> None
 AFTER = {
     "error_feedback(topk(0.05))": "error_feedback(blockwise(bits=4))",
     "error_feedback(powersgd(rank=1))": "error_feedback(sign())",
-    # Blocks of other sizes, and so other shards.
+    # Blocks of other sizes, and so other segments.
     "error_feedback(blockwise(4, 8))": "error_feedback(blockwise(8, 4096))",
     "error_feedback(sign(4096))": "error_feedback(fp8())",
 }

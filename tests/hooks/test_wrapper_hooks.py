@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch_commhook import GradBucket, attach, hooks, process_group
 from torch_commhook.hooks.base import HookTraits
 from torch_commhook.hooks.expressions import parse_hook
+from torch_commhook.memory.bucket_memory import BucketMemory
+from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.testing import run_ranks, simulate
 
 
@@ -83,6 +85,26 @@ def test_after_with_another_hook_before() -> None:
 
 
 # ---- clip ----------------------------------------------------------------------------------------
+
+
+def test_a_hook_that_names_its_segments_by_their_old_name() -> None:
+    with pytest.warns(DeprecationWarning, match="old.shards is deprecated: use segments") as told:
+
+        class old(hooks.allreduce):  # noqa: N801
+            def prepare(self, memory: BucketMemory) -> None:
+                memory.flat("error")
+                memory.shard("shard_error", 0, 2, 1)
+
+            def shards(self, memory: BucketMemory) -> list[str]:
+                return list(memory.segments)
+
+    assert [each.filename for each in told] == [__file__]
+    hook = hooks.policy([], default=old())
+    with pytest.warns(DeprecationWarning, match=r"BucketMemory\.shard is deprecated: use segment"):
+        memory = HookMemory().memory_of_bucket([torch.zeros(4)], 0, old().prepare)
+    assert hook.segments(memory) == ["shard_error"]
+    with pytest.warns(DeprecationWarning, match=r"shards is deprecated: use segments"):
+        assert hook.shards(memory) == ["shard_error"]
 
 
 @ROADS

@@ -330,7 +330,7 @@ def or_zeros(gradient: Tensor | None, parameter: Tensor) -> Tensor:
 
 
 def _as_parameter(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """What is remembered, of a parameter's shape; shards lie as the parameter does."""
+    """What is remembered, of a parameter's shape; segments lie as the parameter does."""
     if tensor.shape == parameter.shape:
         return tensor
     return tensor.as_strided(parameter.shape, parameter.stride())

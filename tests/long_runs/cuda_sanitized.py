@@ -37,7 +37,7 @@ LISTS = ([0, 1, 31, 4097, 70_001], [i % 7 for i in range(250)])
 LONG = [9] * 1900
 #: More values than a GPU's warps take in two tiles of blocks each.
 LARGE = 20_000_000
-SHARDS = (1, 3)
+SEGMENTS = (1, 3)
 
 
 def apart(lengths: list[int], dtype: torch.dtype) -> list[Tensor]:
@@ -79,10 +79,10 @@ def check_buckets() -> None:
     check_bucket(LONG, torch.float32, torch.bfloat16)
 
 
-def check_codec(codec: Codec, tensors: list[Tensor], shards: int) -> None:
+def check_codec(codec: Codec, tensors: list[Tensor], segments: int) -> None:
     error = torch.randn(sum(tensor.numel() for tensor in tensors)) * 1e-3
-    right = everything(codec, tensors, shards, 0.5, error)
-    got = everything(codec, DEVICE.copy(tensors), shards, 0.5, error.cuda())
+    right = everything(codec, tensors, segments, 0.5, error)
+    got = everything(codec, DEVICE.copy(tensors), segments, 0.5, error.cuda())
     assert all(same(a.cpu(), b) for a, b in zip(got, right, strict=True)), codec
 
 
@@ -92,8 +92,8 @@ def check_codecs() -> None:
     large = [CODECS["sign"](block_size=1024), CODECS["blockwise"](block_size=4096)]  # type: ignore[call-arg]
     for codec in [*EXAMPLES, *large]:
         print(codec, flush=True)
-        for shards in SHARDS:
-            check_codec(codec, [*some_tensors(rng), torch.randn(3001)], shards)
+        for segments in SEGMENTS:
+            check_codec(codec, [*some_tensors(rng), torch.randn(3001)], segments)
     for name in ("blockwise", "topk"):  # each tensor has memory of its own, which takes long
         codec = CODECS[name]()
         print(f"{codec}, {len(LONG)} tensors", flush=True)
@@ -105,7 +105,7 @@ def run_kernels(device: str) -> None:
     with torch.device(device):
         for kind in (*FORMS, *OTHERS):
             print(f"kernels of {kind}", flush=True)
-            for runs in runs_of(kind, SHARDS[1:]):
+            for runs in runs_of(kind, SEGMENTS[1:]):
                 for run in runs.values():
                     run()
 

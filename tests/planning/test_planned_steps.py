@@ -293,7 +293,7 @@ def test_bytes_out_of_a_node_are_those_of_the_groups_between_nodes(
     )
     found = bytes_out_of_node(formula.chains[0], formula.members, [1.0])
     wanted = sum(sum(of_groups[1:]) for of_groups in sent[:per_node])
-    assert found == pytest.approx(wanted, rel=2e-2)  # ranks' shards differ by a block
+    assert found == pytest.approx(wanted, rel=2e-2)  # ranks' segments differ by a block
 
 
 def test_bytes_out_of_a_node_of_hooks_among_all_ranks() -> None:

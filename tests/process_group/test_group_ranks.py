@@ -316,7 +316,9 @@ def test_futures_that_complete_when_they_are_waited_for(
 @on_processes
 @pytest.mark.parametrize("around", [False, True], ids=["itself", "wrapped"])
 @pytest.mark.parametrize("how", ["attach", "inside", "compressed", "hierarchical"])
-def test_shards_over_a_group_that_does_not_tell_its_rank(rank: int, how: str, around: bool) -> None:
+def test_segments_over_a_group_that_does_not_tell_its_rank(
+    rank: int, how: str, around: bool
+) -> None:
     group: dist.ProcessGroup = ManagedGroup(dist.new_group())
     if around:
         group = RecordingProcessGroup(WrapperProcessGroup(group))
@@ -346,7 +348,7 @@ class Wrapping(ManagedGroup):
         return self.group
 
 
-def _in_shards(rank: int, how: str) -> list[Tensor]:
+def _in_segments(rank: int, how: str) -> list[Tensor]:
     group = MANAGED[how](dist.new_group())
     handle, found = _steps(rank, hooks.error_feedback(hooks.blockwise(8)), group)
     state = handle.state_dict()
@@ -356,9 +358,9 @@ def _in_shards(rank: int, how: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("how", ["wrapping", "wrapped", "registered", "registered around"])
-def test_shards_over_a_group_whose_rank_others_know(two_ranks: RankPool, how: str) -> None:
-    want = two_ranks.run(_in_shards, "Gloo")
-    got = two_ranks.run(_in_shards, how, timeout=20)
+def test_segments_over_a_group_whose_rank_others_know(two_ranks: RankPool, how: str) -> None:
+    want = two_ranks.run(_in_segments, "Gloo")
+    got = two_ranks.run(_in_segments, how, timeout=20)
     assert _same(want, got)
 
 

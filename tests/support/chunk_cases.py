@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.codecs.block_codec import BlockCodec
-from torch_commhook.codecs.sparse_codec import OneShardCodec, SparseCodec
+from torch_commhook.codecs.sparse_codec import OneSegmentCodec, SparseCodec
 from torch_commhook.collectives.compressed import chunk_sizes
 from torch_commhook.metrics import WireMeter, counting
 from torch_commhook.process_group import CompressedProcessGroup, RecordingProcessGroup
@@ -112,7 +112,7 @@ def most_lost(codec: Codec, x: Tensor) -> float:
         if codec.exchange == "all_gather":
             return math.sqrt(1 - kept) * norm
         return norm * max(1.0, 1 / kept - 1)
-    if isinstance(codec, OneShardCodec):
+    if isinstance(codec, OneSegmentCodec):
         return norm
     if not isinstance(codec, BlockCodec):
         return 2.0**-7 * norm

@@ -33,7 +33,7 @@ def rounding_of_error(
 def encode(codec: Codec, tensors: list[Tensor], **options: Any) -> Tensor:
     numel = sum(tensor.numel() for tensor in tensors)
     device = tensors[0].device
-    nbytes = codec.nbytes(numel, options.get("shards", 1))
+    nbytes = codec.nbytes(numel, options.get("segments", 1))
     message = torch.full((nbytes,), 77, dtype=torch.uint8, device=device)
     codec.encode(tensors, message, **{"rounding": rounding_for(codec, device=device), **options})
     return message
@@ -51,7 +51,7 @@ def encode_chunks(codec: Codec, tensors: list[Tensor], sizes: list[int], **optio
 def restore(codec: Codec, x: Tensor, **options: Any) -> Tensor:
     message, out = encode(codec, [x], **options), torch.empty_like(x)
     rounding = options.get("rounding", rounding_for(codec))
-    codec.decode(message, [out], shards=options.get("shards", 1), rounding=rounding)
+    codec.decode(message, [out], segments=options.get("segments", 1), rounding=rounding)
     return out
 
 
@@ -89,7 +89,7 @@ def _copy_of(x: Tensor) -> Tensor:
 def everything(
     codec: Codec,
     tensors: list[Tensor],
-    shards: int,
+    segments: int,
     scale: float,
     error: Tensor | None,
     sizes: list[int] | None = None,  # of chunks; by default, there are none
@@ -98,23 +98,23 @@ def everything(
     added: int = 3,  # the number of messages in sums
 ) -> list[Tensor]:
     """The outputs of all methods, the errors last."""
-    is_sharded = codec.exchange == "all_to_all"
-    shards = shards if is_sharded else 1
+    has_segments = codec.exchange == "all_to_all"
+    segments = segments if has_segments else 1
     error = error if codec.takes_error else None
     device = tensors[0].device
     drawn = rounding_of_error(codec, error, device) if rounding is None else rounding
     rounding = rounding_for(codec, device=device) if rounding is None else rounding
     errors = [] if error is None else [_copy_of(error) for _ in range(2 if sizes is None else 3)]
     first, second, third = [*errors, None, None, None][:3]
-    message = encode(codec, tensors, shards=shards, scale=scale, error=first, rounding=drawn)
+    message = encode(codec, tensors, segments=segments, scale=scale, error=first, rounding=drawn)
     out = [torch.full_like(tensor, 7) for tensor in tensors]
-    codec.decode(message, out, shards=shards, rounding=rounding)
+    codec.decode(message, out, segments=segments, rounding=rounding)
     numel = sum(tensor.numel() for tensor in tensors)
     halves = [tensor / 2 for tensor in tensors]
     sources = [tensors, halves, tensors, halves][:added]
     stacked = torch.stack([encode(codec, each) for each in sources])
     reduced = torch.full_like(stacked[0], 3)
-    if is_sharded:
+    if has_segments:
         codec.reduce(stacked, reduced, numel, scale=scale, error=second, rounding=rounding)
     sums = [torch.full_like(tensor, 7) for tensor in tensors]
     codec.decode_sum(stacked, sums, scale=scale, rounding=rounding)

@@ -41,20 +41,20 @@ def least_block(form: str) -> int:
     return 32 if form == "sign" else 16 if form.startswith("int2") else 8
 
 
-def block_runs(form: str, block_size: int, shards: int, tensors: list[Tensor]) -> Runs:
+def block_runs(form: str, block_size: int, segments: int, tensors: list[Tensor]) -> Runs:
     """Runs of encode, decode and reduce, by name.
 
     Args:
-        tensors: of any floating dtype. ``reduce`` and ``reduce_shards`` add ``shards`` messages of
-            one shard's length.
+        tensors: of any floating dtype. ``reduce`` and ``reduce_shards`` add ``segments`` messages
+            of one segment's length.
     """
     name, own = FORMS[form]
     settings = {**own, "block_size": block_size}
     codec = codecs.CODECS[name](**settings)
     numel = sum(tensor.numel() for tensor in tensors)
-    message = torch.zeros(codec.nbytes(numel, shards), dtype=torch.uint8)
-    part = -(-numel // shards)
-    received = torch.zeros(shards, codec.nbytes(part), dtype=torch.uint8)
+    message = torch.zeros(codec.nbytes(numel, segments), dtype=torch.uint8)
+    part = -(-numel // segments)
+    received = torch.zeros(segments, codec.nbytes(part), dtype=torch.uint8)
     reduced = torch.zeros(codec.nbytes(part), dtype=torch.uint8)
     error, part_error = torch.zeros(numel), torch.zeros(part)
     random = {"rounding": torch.tensor(ROUNDING)} if name == "blockwise" else {}
@@ -65,9 +65,9 @@ def block_runs(form: str, block_size: int, shards: int, tensors: list[Tensor]) -
 
     written = [torch.empty_like(tensor) for tensor in tensors]
     runs = {
-        "encode": call("encode", tensors, message, shards=shards),
-        "encode, error": call("encode", tensors, message, shards=shards, error=error),
-        "decode": call("decode", message, written, shards=shards),
+        "encode": call("encode", tensors, message, shards=segments),
+        "encode, error": call("encode", tensors, message, shards=segments, error=error),
+        "decode": call("decode", message, written, shards=segments),
         "decode_sum": call("decode_sum", received, [torch.empty(part)], scale=0.5),
         "reduce": call("reduce", received, reduced, part),
         "reduce, error": call("reduce", received, reduced, part, error=part_error),
@@ -78,7 +78,7 @@ def block_runs(form: str, block_size: int, shards: int, tensors: list[Tensor]) -
     }
     if random:
         runs["encode, random"] = call(
-            "encode", tensors, message, shards=shards, error=error, **random
+            "encode", tensors, message, shards=segments, error=error, **random
         )
         runs["reduce, random"] = call("reduce", received, reduced, part, error=part_error, **random)
     return runs
@@ -88,9 +88,9 @@ def symmetric_runs(sizes: list[int]) -> Runs:
     """Runs of one rank that shares memory with two others. Their signals come before it waits.
 
     Args:
-        sizes: bytes of the gathered shards, each a multiple of 4.
+        sizes: bytes of the gathered segments, each a multiple of 4.
     """
-    shards = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+    segments = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
     message = torch.zeros(sum(sizes), dtype=torch.uint8)
     controls = [torch.zeros(control_words(3), dtype=torch.int64) for _ in range(3)]
 
@@ -102,8 +102,8 @@ def symmetric_runs(sizes: list[int]) -> Runs:
     return {
         "barrier": lambda: barrier(ARRIVED, 60),
         "barrier, in vain": lambda: barrier(0, 1e-3),
-        "gather": lambda: symmetric_gather(shards, message),
-        "gather, failed": lambda: symmetric_gather(shards, message, failed=torch.tensor([1])),
+        "gather": lambda: symmetric_gather(segments, message),
+        "gather, failed": lambda: symmetric_gather(segments, message, failed=torch.tensor([1])),
     }
 
 
@@ -167,11 +167,13 @@ def _some_tensors(kind: str) -> list[Tensor]:
     return [most, half, torch.randn(3)[1:], torch.randn(4099).bfloat16()[2:]]
 
 
-def runs_of(kind: str, all_shards: Sequence[int] = (1, 3)) -> list[Runs]:
+def runs_of(kind: str, all_segments: Sequence[int] = (1, 3)) -> list[Runs]:
     """Runs of the kernels of a form, or of one of OTHERS; these reach all their barriers."""
     if kind in OTHERS:
         return [other_runs(kind, _some_tensors(kind))]
     # The second size keeps its values in shared memory, and is not a power of two if possible.
     sizes = (least_block(kind), {8: 72, 16: 208, 32: 64}[least_block(kind)], 256, 1024)
     tensors = _some_tensors(kind)
-    return [block_runs(kind, size, shards, tensors) for size in sizes for shards in all_shards]
+    return [
+        block_runs(kind, size, segments, tensors) for size in sizes for segments in all_segments
+    ]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
-from torch_commhook.codecs import CODECS, Codec, Shard
+from torch_commhook.codecs import CODECS, Codec, Segment
 
 BLOCKWISE = CODECS["blockwise"]()
 TOPK = CODECS["topk"]()
@@ -60,8 +60,8 @@ class Around(Codec):
     encode, decode = _noted("encode"), _noted("decode")
     decode_sum, reduce = _noted("decode_sum"), _noted("reduce")
 
-    def shards(self, numel: int, shards: int = 1) -> list[Shard]:
-        return self.inner.shards(numel, shards)
+    def segments(self, numel: int, segments: int = 1) -> list[Segment]:
+        return self.inner.segments(numel, segments)
 
     def __repr__(self) -> str:
         return f"Around({self.inner})"

@@ -24,7 +24,7 @@ from torch_commhook import ProcessGroup
 from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.codecs.block_codec import BlockCodec
 from torch_commhook.collectives import compressed, compressed_all_reduce
-from torch_commhook.collectives.compressed_call import MessageBuffers, shard_range
+from torch_commhook.collectives.compressed_call import MessageBuffers, segment_range
 from torch_commhook.collectives.symmetric_memory import (
     SymmetricBuffers,
     control_words,
@@ -71,11 +71,11 @@ class Case:
     def of_rank(self, rank: int, device: str = "cpu", **options: Any) -> list[Tensor]:
         """A rank's results of each step, and its memory at the end."""
         codec, numel = self.codec, self.numel
-        begin, end = shard_range(codec, numel, rank=rank, world_size=self.ranks)
-        error = shard_error = rounding = None
+        begin, end = segment_range(codec, numel, rank=rank, world_size=self.ranks)
+        error = sum_error = rounding = None
         if self.keeps_errors:
             error = torch.zeros(numel, dtype=self.error_dtype, device=device)
-            shard_error = torch.zeros(end - begin, dtype=self.error_dtype, device=device)
+            sum_error = torch.zeros(end - begin, dtype=self.error_dtype, device=device)
         if codec.is_random:
             own = 0 if codec.exchange == "all_reduce" else rank  # these ranks draw alike
             rounding = torch.tensor([[7 + own, 1], [90 + rank, 1]], device=device)
@@ -88,7 +88,7 @@ class Case:
                 scale=self.scale,
                 out=out,
                 error=error,
-                shard_error=shard_error,
+                sum_error=sum_error,
                 rounding=rounding,
                 **options,
             )
@@ -98,7 +98,7 @@ class Case:
             results.append(out)
             if rounding is not None:
                 rounding[:, 1] += 1
-        kept = [tensor for tensor in (error, shard_error) if tensor is not None]
+        kept = [tensor for tensor in (error, sum_error) if tensor is not None]
         return [tensor.cpu() for tensor in (*results, *kept)]
 
     def over_collectives(self) -> list[list[Tensor]]:
@@ -129,10 +129,10 @@ class SharedRanks:
         """Runs ``function(rank, group=, buffers=)`` on every rank, with sums in shared memory."""
         seconds = timedelta(seconds=timeout)
 
-        def shared(buffers: MessageBuffers, _codec: Codec, shards: Any, *_: Any) -> Any:
+        def shared(buffers: MessageBuffers, _codec: Codec, segments: Any, *_: Any) -> Any:
             memory = buffers.shared  # type: ignore[attr-defined]
             memory.check()
-            assert memory.fits([shard.nbytes for shard in shards])
+            assert memory.fits([segment.nbytes for segment in segments])
             return memory
 
         def call(rank: int) -> Any:
@@ -193,14 +193,14 @@ def test_a_rank_that_does_not_come(device: KernelDevice) -> None:
     shared = SharedRanks(3, CODEC.nbytes(1000, 3), device.name)
 
     def fails(rank: int, others: str, **options: Any) -> None:
-        """The first sum is NaN; a shard that nobody came for keeps its error. The next raises."""
-        begin, end = shard_range(CODEC, 1000, rank=rank, world_size=3)
-        shard_error = torch.full((end - begin,), 0.25, device=device.name)
+        """The first sum is NaN; a segment that nobody came for keeps its error. The next raises."""
+        begin, end = segment_range(CODEC, 1000, rank=rank, world_size=3)
+        sum_error = torch.full((end - begin,), 0.25, device=device.name)
         x, out = (torch.ones(1000, device=device.name) for _ in range(2))
         options["out"] = out
-        compressed_all_reduce(x, CODEC, shard_error=shard_error, **options).wait()
+        compressed_all_reduce(x, CODEC, sum_error=sum_error, **options).wait()
         assert out.cpu().isnan().all()
-        assert (shard_error == 0.25).all() or rank == 1
+        assert (sum_error == 0.25).all() or rank == 1
         if device.name == "cuda":
             torch.cuda.synchronize()
         with pytest.raises(RuntimeError, match=rf"rank [{others}] of the group did not reach"):
@@ -255,7 +255,7 @@ def at_offset(tensor: Tensor, offset: int, device: str) -> Tensor:
 
 
 @of_each_block_codec
-def test_shards_at_any_addresses(codec: Codec, device: KernelDevice) -> None:
+def test_segments_at_any_addresses(codec: Codec, device: KernelDevice) -> None:
     """Their sum is that of a matrix of messages; where the exchange has failed, it stays."""
     assert isinstance(codec, BlockCodec)
     draw = random.Random(repr(codec))
@@ -277,24 +277,24 @@ def test_shards_at_any_addresses(codec: Codec, device: KernelDevice) -> None:
             for failed in (None, torch.tensor([0], device=device.name)):
                 got = torch.zeros_like(right, device=device.name)
                 more["error"] = got_error = error.to(device.name, copy=True)
-                codec.reduce_shards(there, got, numel, scale=0.3, failed=failed, **more)
+                codec.reduce_segments(there, got, numel, scale=0.3, failed=failed, **more)
                 assert torch.equal(got.cpu(), right), offsets
                 assert torch.equal(got_error.cpu(), right_error), offsets
             failed = torch.tensor([1], device=device.name)
-            codec.reduce_shards(there[1:] or there, got, numel, failed=failed, **more)
+            codec.reduce_segments(there[1:] or there, got, numel, failed=failed, **more)
             assert torch.equal(got.cpu(), right)  # which other ranks may still read
             assert torch.equal(got_error.cpu(), right_error)
 
 
-def test_gathered_shards(device: KernelDevice) -> None:
+def test_gathered_segments(device: KernelDevice) -> None:
     for sizes in [(4,), (0, 0), (8, 0, 12), (4096, 40, 16), (20_000,) * 16]:
-        shards = [torch.randint(256, (size,), dtype=torch.uint8) for size in sizes]
-        there = [at_offset(shard, 4 * (i % 3), device.name) for i, shard in enumerate(shards)]
+        segments = [torch.randint(256, (size,), dtype=torch.uint8) for size in sizes]
+        there = [at_offset(segment, 4 * (i % 3), device.name) for i, segment in enumerate(segments)]
         message = torch.zeros(sum(sizes), dtype=torch.uint8, device=device.name)
         with device.kernels():
             for failed in (None, torch.tensor([0], device=device.name)):
                 message.zero_()
                 symmetric_gather(there, message, failed=failed)
-                assert torch.equal(message.cpu(), torch.cat(shards)), sizes
+                assert torch.equal(message.cpu(), torch.cat(segments)), sizes
             symmetric_gather(there, message, failed=torch.tensor([2], device=device.name))
             assert (message == 255).all()

@@ -133,9 +133,9 @@ class VirtualStep(ElasticStep):
         late = []
         group = self._group.group
         for call in self._calls:
-            shards = group.end_exchange(call.tag, call.values)
-            total = torch.stack([shard for shard, _ in shards]).sum(0) / group.size()
-            senders = frozenset().union(*(who for _, who in shards))
+            segments = group.end_exchange(call.tag, call.values)
+            total = torch.stack([segment for segment, _ in segments]).sum(0) / group.size()
+            senders = frozenset().union(*(who for _, who in segments))
             result = torch.empty(_ELEMENTS)
             for rank, (mean, theirs) in enumerate(group.exchange("results", (total, senders))):
                 result[rank :: group.size()] = mean

@@ -58,7 +58,7 @@ def test_hooks(hook: Any, width: int, error: float, ranks: int) -> None:
     assert found.error == pytest.approx(relative(found.result, mean(grads)), rel=1e-9)
     assert found.error < error
     elements = ELEMENTS
-    if isinstance(hook, hooks.cast) and ranks == 8:  # which sends shards of equal lengths
+    if isinstance(hook, hooks.cast) and ranks == 8:  # which sends segments of equal lengths
         elements = 8 * math.ceil(ELEMENTS / 8)
     assert found.wire_bytes == ring_all_reduce_bytes(elements * width, ranks)
     assert found.bytes_sent == [found.wire_bytes] * ranks

@@ -83,7 +83,7 @@ def messages(codec: codecs.Codec, gradient: Tensor) -> int:
     message = torch.empty(codec.nbytes(gradient.numel()), dtype=torch.uint8)
     codec.encode([gradient], message, scale=0.5)
     codec.decode(message, [gradient])
-    parts: list[codecs.Shard] = codec.shards(gradient.numel(), 2)
+    parts: list[codecs.Segment] = codec.segments(gradient.numel(), 2)
     flat: Tensor = codecs.flatten([gradient], scale=0.5)
     codecs.unflatten_into(flat, [gradient])
     form = codecs.BlockForm(block_size=256, bits=4, parameters=1)
@@ -102,15 +102,15 @@ class signs(codecs.BlockCodec):  # noqa: N801
 class halves(codecs.Codec):  # noqa: N801
     """A codec of one's own."""
 
-    def shards(self, numel: int, shards: int = 1) -> list[codecs.Shard]:
-        return [codecs.Shard(numel, 2 * numel)]
+    def segments(self, numel: int, segments: int = 1) -> list[codecs.Segment]:
+        return [codecs.Segment(numel, 2 * numel)]
 
     def encode(
         self,
         tensors: Sequence[Tensor],
         message: Tensor,
         *,
-        shards: int = 1,
+        segments: int = 1,
         scale: float = 1.0,
         error: Tensor | None = None,
         rounding: Tensor | None = None,
@@ -122,7 +122,7 @@ class halves(codecs.Codec):  # noqa: N801
         message: Tensor,
         tensors: Sequence[Tensor],
         *,
-        shards: int = 1,
+        segments: int = 1,
         rounding: Tensor | None = None,
     ) -> None:
         tensors[0].copy_(message.view(torch.float16))

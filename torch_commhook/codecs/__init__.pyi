@@ -1,7 +1,7 @@
 # The package for static tools. At run time it imports its modules in a loop.
 from torch_commhook.codecs.base import CODECS as CODECS
 from torch_commhook.codecs.base import Codec as Codec
-from torch_commhook.codecs.base import Shard as Shard
+from torch_commhook.codecs.base import Segment as Segment
 from torch_commhook.codecs.base import register_codec as register_codec
 from torch_commhook.codecs.block_codec import BlockCodec as BlockCodec
 from torch_commhook.codecs.block_codec import BlockForm as BlockForm
@@ -19,7 +19,7 @@ __all__ = [
     "BlockCodec",
     "BlockForm",
     "Codec",
-    "Shard",
+    "Segment",
     "flatten",
     "register_codec",
     "unflatten_into",

@@ -16,6 +16,7 @@ from torch_commhook.native.bucket_ops import (
     flatten,
     unflatten_into,
 )
+from torch_commhook.wording import has_only, keep_old_method, renamed_argument, warn_user
 
 # ---- checks of the fakes of all codecs' operators ------------------------------------------------
 
@@ -106,7 +107,7 @@ def check_setting(codec: str, name: str, value: object, kind: str) -> None:
         raise TypeError(f"{codec}: {name} must be {kind}, got {value!r}")
 
 
-class Shard(NamedTuple):
+class Segment(NamedTuple):
     """A part of a message that can be decoded by itself.
 
     Attributes:
@@ -114,8 +115,8 @@ class Shard(NamedTuple):
         nbytes: the number of bytes.
 
     Example:
-        >>> codecs.fp8().shards(1024, 2)
-        [Shard(numel=512, nbytes=528), Shard(numel=512, nbytes=528)]
+        >>> codecs.fp8().segments(1024, 2)
+        [Segment(numel=512, nbytes=528), Segment(numel=512, nbytes=528)]
     """
 
     numel: int
@@ -126,8 +127,8 @@ class Codec(ABC):
     """The base class of codecs: encodes gradients into a message, and decodes it.
 
     A message is a flat tensor of bytes. Its length depends on the number of values only, so all
-    ranks know it. It may consist of shards. Each shard is a message of its own, with consecutive
-    values of the bucket.
+    ranks know it. It may consist of segments. Each segment is a message of its own, with
+    consecutive values of the bucket.
 
     A codec keeps no state between calls: the caller keeps the error memory and the seeds of random
     numbers. Ranks compare the text of the codecs that they attach. A codec with settings needs a
@@ -135,8 +136,8 @@ class Codec(ABC):
 
     Example:
         >>> codec = codecs.blockwise(bits=8)
-        >>> codec.shards(1000, 2)
-        [Shard(numel=512, nbytes=528), Shard(numel=488, nbytes=512)]
+        >>> codec.segments(1000, 2)
+        [Segment(numel=512, nbytes=528), Segment(numel=488, nbytes=512)]
         >>> message = torch.empty(codec.nbytes(1000), dtype=torch.uint8)
         >>> values, restored = torch.linspace(-1, 1, 1000), torch.empty(1000)
         >>> codec.encode([values], message)
@@ -145,14 +146,25 @@ class Codec(ABC):
         (1024, True)
     """
 
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        is_old = keep_old_method(cls, "shards", "segments")
+        for name in ("segments", "encode", "decode"):
+            if inspect.isfunction(method := vars(cls).get(name)):
+                is_old |= has_only(method, "shards", "segments")
+                setattr(cls, name, renamed_argument("shards", "segments")(method))
+        if is_old:
+            what = "the method and the argument shards are deprecated: use segments"
+            warn_user(f"{cls.__qualname__}: {what}", DeprecationWarning)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
     #: How ranks add up their messages (:func:`torch_commhook.collectives.compressed_all_reduce`).
-    #: ``"all_to_all"``: in shards, with :meth:`reduce`. ``"all_gather"``: each rank gets all
+    #: ``"all_to_all"``: in segments, with :meth:`reduce`. ``"all_gather"``: each rank gets all
     #: messages, and adds them up with :meth:`decode_sum`. ``"all_reduce"``: messages are float32
     #: numbers that may be added up, if all ranks give the same ``rounding``. The last two need one
-    #: shard only, and no :meth:`reduce`.
+    #: segment only, and no :meth:`reduce`.
     exchange: str = "all_to_all"
 
     @classmethod
@@ -175,7 +187,7 @@ class Codec(ABC):
     error_dtypes: Sequence[torch.dtype] = (torch.float32,)
 
     @abstractmethod
-    def shards(self, numel: int, shards: int = 1) -> list[Shard]:
+    def segments(self, numel: int, segments: int = 1) -> list[Segment]:
         """Return the parts of a message of ``numel`` values, in order. Some may be empty."""
 
     @abstractmethod
@@ -184,7 +196,7 @@ class Codec(ABC):
         tensors: Sequence[Tensor],
         message: Tensor,
         *,
-        shards: int = 1,
+        segments: int = 1,
         scale: float = 1.0,
         error: Tensor | None = None,
         rounding: Tensor | None = None,
@@ -194,9 +206,9 @@ class Codec(ABC):
         Args:
             tensors: dense tensors of dtype float64, float32, float16 or bfloat16, of any shapes and
                 strides, on one device.
-            message: a contiguous uint8 tensor with the total length of :meth:`shards`, at an
+            message: a contiguous uint8 tensor with the total length of :meth:`segments`, at an
                 address that is a multiple of 4. All of it is written.
-            shards: the number of shards.
+            segments: the number of segments.
             scale: the values' factor, applied in float32.
             error: the errors of earlier messages: a flat tensor of one of :attr:`error_dtypes`,
                 with one element per value. Added to the values, and replaced by this message's
@@ -218,7 +230,7 @@ class Codec(ABC):
         message: Tensor,
         tensors: Sequence[Tensor],
         *,
-        shards: int = 1,
+        segments: int = 1,
         rounding: Tensor | None = None,
     ) -> None:
         """Write a message's values into tensors.
@@ -227,7 +239,7 @@ class Codec(ABC):
             message: a message that :meth:`encode` of a codec with the same settings has written.
             tensors: dense destinations with any strides that reach each element once. They share no
                 memory, and have the message's number of values.
-            shards: as for :meth:`encode`.
+            segments: as for :meth:`encode`.
             rounding: the argument of :meth:`encode`. Only guaranteed for codecs with the
                 :attr:`exchange` ``"all_reduce"``. For others each rank has its own, so a message
                 must contain all that decoding needs.
@@ -250,7 +262,7 @@ class Codec(ABC):
         to the tensors' dtypes.
 
         Args:
-            messages: shape ``(messages, bytes)``, one shard each.
+            messages: shape ``(messages, bytes)``, one segment each.
             tensors: as for :meth:`decode`.
             scale: the sum's factor, applied in float32.
             rounding: as for :meth:`decode`.
@@ -276,8 +288,8 @@ class Codec(ABC):
     ) -> None:
         """Write one message for each of several consecutive runs of the tensors' values.
 
-        The caller chooses where chunks end, unlike shards. Each chunk has its own message of one
-        shard for :meth:`decode` and :meth:`decode_sum`.
+        The caller chooses where chunks end, unlike segments. Each chunk has its own message of one
+        segment for :meth:`decode` and :meth:`decode_sum`.
 
         Args:
             tensors: as for :meth:`encode`.
@@ -361,7 +373,7 @@ class Codec(ABC):
         Sums the values in float32, in the order of the messages.
 
         Args:
-            messages: shape ``(messages, bytes)``, each of ``numel`` values in one shard.
+            messages: shape ``(messages, bytes)``, each of ``numel`` values in one segment.
             message: as many bytes as one of them. Written.
             numel: the number of values in each.
             scale, error, rounding: as for :meth:`encode`.
@@ -400,13 +412,14 @@ class Codec(ABC):
             raise ValueError(f"{self}.{method}: rounding must be given, [seed, step], got None")
         return {"rounding": rounding}
 
-    def nbytes(self, numel: int, shards: int = 1) -> int:
+    @renamed_argument("shards", "segments")
+    def nbytes(self, numel: int, segments: int = 1) -> int:
         """Return the number of bytes of a message of ``numel`` values."""
-        return sum(shard.nbytes for shard in self.shards(numel, shards))
+        return sum(segment.nbytes for segment in self.segments(numel, segments))
 
-    def chunks(self, sizes: Sequence[int]) -> list[Shard]:
+    def chunks(self, sizes: Sequence[int]) -> list[Segment]:
         """Return the messages that :meth:`encode_chunks` writes, one for each of ``sizes``."""
-        return [Shard(size, self.nbytes(size)) for size in sizes]
+        return [Segment(size, self.nbytes(size)) for size in sizes]
 
 
 def error_for(codec: Codec, error: Tensor | None) -> Tensor | None:

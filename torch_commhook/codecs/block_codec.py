@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_commhook.codecs.base import (
     ERROR_DTYPES,
     Codec,
-    Shard,
+    Segment,
     check_failed,
     check_memory,
     check_message,
@@ -28,14 +28,15 @@ from torch_commhook.codecs.base import (
     text_of,
 )
 from torch_commhook.native.bucket_ops import check_tensors
+from torch_commhook.wording import keep_old_method, renamed_argument
 
 # ---- the base ------------------------------------------------------------------------------------
 
 
 _MAX_BLOCK_SIZE = 4096
-_MOST_SHARDS = 1 << 20
-#: A message's shards, their codes and their parameters begin at multiples of this many bytes.
-_SHARD_ALIGNMENT = 16
+_MOST_SEGMENTS = 1 << 20
+#: A message's segments, their codes and their parameters begin at multiples of this many bytes.
+_SEGMENT_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -57,41 +58,46 @@ class BlockForm:
     bits: int
     parameters: int
 
-    def shards(self, op: str, numel: int, shards: int) -> list[Shard]:
+    @renamed_argument("shards", "segments")
+    def segments(self, op: str, numel: int, segments: int) -> list[Segment]:
         """The parts of a message. Each has about equally many whole blocks."""
-        _check_shards(op, shards)
+        _check_segments(op, "segments", segments)
         if numel < 0:  # torch._check_value needs a message with a known size
             raise ValueError(f"{op}: numel must be at least 0, got {numel}")
         size = self.block_size
         blocks = (numel + size - 1) // size
         found = []
-        for shard in range(shards):
-            first, last = blocks * shard // shards, blocks * (shard + 1) // shards
+        for segment in range(segments):
+            first, last = blocks * segment // segments, blocks * (segment + 1) // segments
             count = min(numel, last * size) - min(numel, first * size)
-            found.append(Shard(count, self._bytes(count, last - first)))
+            found.append(Segment(count, self._bytes(count, last - first)))
         return found
 
-    def nbytes(self, numel: int, shards: int = 1) -> int:
+    @renamed_argument("shards", "segments")
+    def nbytes(self, numel: int, segments: int = 1) -> int:
         """The number of bytes of a message."""
         size = self.block_size
         blocks = (numel + size - 1) // size
-        first = blocks * (shards - 1) // shards  # the last shard; only this one may end early
-        least = blocks // shards
-        longer = first - (shards - 1) * least
+        first = blocks * (segments - 1) // segments  # of the last; only this one may end early
+        least = blocks // segments
+        longer = first - (segments - 1) * least
         return (
-            (shards - 1 - longer) * self._bytes(least * size, least)
+            (segments - 1 - longer) * self._bytes(least * size, least)
             + longer * self._bytes((least + 1) * size, least + 1)
             + self._bytes(numel - first * size, blocks - first)
         )
 
     def _bytes(self, count: int, blocks: int) -> int:
-        """The number of bytes of a shard."""
+        """The number of bytes of a segment."""
         codes = _filled_up((count * self.bits + 7) // 8)
         return _filled_up(codes + blocks * self.parameters * 4)
 
 
+keep_old_method(BlockForm, "shards", "segments")
+
+
 def _filled_up(nbytes: int) -> int:
-    return (nbytes + _SHARD_ALIGNMENT - 1) // _SHARD_ALIGNMENT * _SHARD_ALIGNMENT
+    return (nbytes + _SEGMENT_ALIGNMENT - 1) // _SEGMENT_ALIGNMENT * _SEGMENT_ALIGNMENT
 
 
 def check_block_size(op: str, block_size: int, multiple: int) -> None:
@@ -104,10 +110,10 @@ def check_block_size(op: str, block_size: int, multiple: int) -> None:
     )
 
 
-def _check_shards(op: str, shards: int) -> None:
+def _check_segments(op: str, name: str, segments: int) -> None:
     # Dynamo of torch 2.11 does not trace torch._check_value.
-    if not 1 <= shards <= _MOST_SHARDS:
-        raise ValueError(f"{op}: shards must be at least 1 and at most 2^20, got {shards}")
+    if not 1 <= segments <= _MOST_SEGMENTS:
+        raise ValueError(f"{op}: {name} must be at least 1 and at most 2^20, got {segments}")
 
 
 def _check_sizes(op: str, shards: int, sizes: Sequence[int] | None, numel: int) -> None:
@@ -115,7 +121,7 @@ def _check_sizes(op: str, shards: int, sizes: Sequence[int] | None, numel: int) 
         return
     if shards != 1:
         raise ValueError(f"{op}: shards must be 1 if sizes are given, got {shards}")
-    if not 1 <= len(sizes) <= _MOST_SHARDS:
+    if not 1 <= len(sizes) <= _MOST_SEGMENTS:
         raise ValueError(
             f"{op}: sizes must be at least 1 number and at most 2^20, got {len(sizes)}"
         )
@@ -136,11 +142,11 @@ class BlockCodec(Codec):
     ``<name>_encode``, ``<name>_decode``, ``<name>_decode_sum``, ``<name>_reduce`` and
     ``<name>_reduce_shards`` pass over memory once. The values, in the order of
     ``torch.ops.commhook.flatten``, are divided into blocks across the tensors' borders. A message's
-    shards have about equally many whole blocks; the last block may be shorter. With fewer blocks
-    than shards, some shards are empty. Each chunk begins with a new block.
+    segments have about equally many whole blocks; the last block may be shorter. With fewer blocks
+    than segments, some segments are empty. Each chunk begins with a new block.
 
-    A shard has the codes of its blocks, then their parameters. Zeros pad both to multiples of 16
-    bytes, at most 27 bytes for each shard. So consecutive chunks and messages begin at such
+    A segment has the codes of its blocks, then their parameters. Zeros pad both to multiples of 16
+    bytes, at most 27 bytes for each segment. So consecutive chunks and messages begin at such
     multiples, too.
 
     The operators take what ``sign_encode`` and its like take, in that order and by those names. A
@@ -184,31 +190,31 @@ class BlockCodec(Codec):
         operator = getattr(getattr(torch.ops, self._library), f"{self._name}_{method}")
         operator(*arguments, **more, **self._settings)
 
-    def shards(self, numel: int, shards: int = 1) -> list[Shard]:
-        return self._form.shards(self._name, numel, shards)
+    def segments(self, numel: int, segments: int = 1) -> list[Segment]:
+        return self._form.segments(self._name, numel, segments)
 
     def encode(
         self,
         tensors: Sequence[Tensor],
         message: Tensor,
         *,
-        shards: int = 1,
+        segments: int = 1,
         scale: float = 1.0,
         error: Tensor | None = None,
         rounding: Tensor | None = None,
     ) -> None:
         drawn = self._drawn_from("encode", rounding)
-        self._call("encode", tensors, message, shards=shards, scale=scale, error=error, **drawn)
+        self._call("encode", tensors, message, shards=segments, scale=scale, error=error, **drawn)
 
     def decode(
         self,
         message: Tensor,
         tensors: Sequence[Tensor],
         *,
-        shards: int = 1,
+        segments: int = 1,
         rounding: Tensor | None = None,
     ) -> None:
-        self._call("decode", message, tensors, shards=shards)
+        self._call("decode", message, tensors, shards=segments)
 
     def encode_chunks(
         self,
@@ -256,7 +262,7 @@ class BlockCodec(Codec):
         drawn = self._drawn_from("reduce", rounding)
         self._call("reduce", messages, message, numel, scale=scale, error=error, **drawn)
 
-    def reduce_shards(
+    def reduce_segments(
         self,
         messages: Sequence[Tensor],
         message: Tensor,
@@ -270,7 +276,7 @@ class BlockCodec(Codec):
         """Reduce messages in separate tensors, such as shared memory; as ``reduce``.
 
         Args:
-            messages: 1 to 16 messages, each of ``numel`` values in one shard.
+            messages: 1 to 16 messages, each of ``numel`` values in one segment.
             message: as many bytes as one of them, sharing no memory with them. Written.
             numel: the number of values in each.
             scale, error, rounding: as for :meth:`encode`.
@@ -280,12 +286,15 @@ class BlockCodec(Codec):
         Raises:
             TypeError, ValueError, RuntimeError: as :meth:`encode`.
         """
-        drawn = self._drawn_from("reduce_shards", rounding)
+        drawn = self._drawn_from("reduce_segments", rounding)
         more = {"scale": scale, "error": error, "failed": failed}
         self._call("reduce_shards", messages, message, numel, **more, **drawn)
 
     def __repr__(self) -> str:
         return text_of(type(self), self._settings)
+
+
+keep_old_method(BlockCodec, "reduce_shards", "reduce_segments")
 
 
 # ---- fakes ---------------------------------------------------------------------------------------
@@ -325,7 +334,8 @@ def register_fakes(name: str, form_of: Callable[..., BlockForm]) -> None:
     register(f"{name}_reduce_shards", _check_reduce_shards)
 
 
-# Each checks an operator's tensors, and returns the number of values.
+# Each checks an operator's tensors, and returns the number of values. In the operators' schemas a
+# segment is called a shard.
 
 
 def _check_encode(
@@ -336,7 +346,7 @@ def _check_encode(
     shards: int = 1,
     sizes: Sequence[int] | None = None,
 ) -> int:
-    _check_shards(op, shards)
+    _check_segments(op, "shards", shards)
     numel = check_tensors(op, tensors)
     _check_sizes(op, shards, sizes, numel)
     check_message(op, "message", message, _known_bytes(form, numel, shards, sizes))
@@ -380,13 +390,13 @@ def _check_rows(op: str, messages: Tensor, known: int | None) -> None:
 
 
 def _known_bytes(
-    form: BlockForm, numel: int, shards: int = 1, sizes: Sequence[int] | None = None
+    form: BlockForm, numel: int, segments: int = 1, sizes: Sequence[int] | None = None
 ) -> int | None:
     """The length of a message, if it is known without a guard; the kernel checks the rest."""
     parts = [numel] if sizes is None else sizes
     if not all(isinstance(part, int) for part in parts):
         return None
-    return sum(form.nbytes(part, shards) for part in parts)
+    return sum(form.nbytes(part, segments) for part in parts)
 
 
 # ---- block quantisation: integers of 8, 4 or 2 bits, with a step for each block ------------------

@@ -1,4 +1,4 @@
-"""Codecs that send some of the values, in one shard: ``topk``, ``chunk_topk`` and ``randomk``.
+"""Codecs that send some of the values, in one segment: ``topk``, ``chunk_topk`` and ``randomk``.
 
 In C++, in ``csrc/ops/codecs``: for each its operators (``<name>.cpp``), the CPU implementation
 (``<name>_cpu.cpp``) and its kernels (``<name>_kernels.inl``); ``chunk_topk_math.h`` has the form of
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch_commhook.codecs.base import (
     ERROR_DTYPES,
     Codec,
-    Shard,
+    Segment,
     check_memory,
     check_message,
     check_messages,
@@ -28,7 +28,7 @@ from torch_commhook.codecs.base import (
 )
 from torch_commhook.native.bucket_ops import check_tensors
 
-# ---- the bases of codecs that send some of the values, in one shard ------------------------------
+# ---- the bases of codecs that send some of the values, in one segment ----------------------------
 
 
 _MAX_NUMEL = (1 << 31) - 1
@@ -112,8 +112,8 @@ def check_numel(name: str, numel: int) -> None:
         raise ValueError(f"{name}: numel must be at least 0 and less than 2^31, got {numel}")
 
 
-class OneShardCodec(Codec):
-    """A codec that sends some of the values in one shard: ranks add up whole messages.
+class OneSegmentCodec(Codec):
+    """A codec that sends some of the values in one segment: ranks add up whole messages.
 
     ``<name>_encode``, ``<name>_decode`` and ``<name>_decode_sum`` also take the codec's settings.
     """
@@ -127,11 +127,11 @@ class OneShardCodec(Codec):
         # Most values wait for many steps, while their errors grow by less than the last bit.
         return error is not None and error.dtype == torch.bfloat16
 
-    def _check_shards(self, shards: int) -> None:
-        if shards != 1:
+    def _check_segments(self, segments: int) -> None:
+        if segments != 1:
             raise ValueError(
-                f"{self}: shards must be 1, since ranks add up whole messages "
-                f"({self.exchange}), got {shards}"
+                f"{self}: segments must be 1, since ranks add up whole messages "
+                f"({self.exchange}), got {segments}"
             )
 
     def _call(self, method: str, *arguments: Any, **more: Any) -> None:
@@ -142,12 +142,12 @@ class OneShardCodec(Codec):
         tensors: Sequence[Tensor],
         message: Tensor,
         *,
-        shards: int = 1,
+        segments: int = 1,
         scale: float = 1.0,
         error: Tensor | None = None,
         rounding: Tensor | None = None,
     ) -> None:
-        self._check_shards(shards)
+        self._check_segments(segments)
         self._drawn_from("encode", rounding)
         if error is not None and not self.takes_error:
             raise ValueError(
@@ -160,10 +160,10 @@ class OneShardCodec(Codec):
         message: Tensor,
         tensors: Sequence[Tensor],
         *,
-        shards: int = 1,
+        segments: int = 1,
         rounding: Tensor | None = None,
     ) -> None:
-        self._check_shards(shards)
+        self._check_segments(segments)
         self._call("decode", message, tensors, **self._drawn_from("decode", rounding))
 
     def decode_sum(
@@ -199,7 +199,7 @@ class OneShardCodec(Codec):
         return text_of(type(self), self._settings)
 
 
-class SparseCodec(OneShardCodec):
+class SparseCodec(OneSegmentCodec):
     """A codec that sends k of d values: ``k = ceil(density * d)``, at least 1.
 
     ``density`` is replaced by the nearest fraction with a denominator of at most 10^9, so that a
@@ -226,9 +226,9 @@ class SparseCodec(OneShardCodec):
         numerator, denominator = self._fraction
         return min(numel, max(1, -(-numel * numerator // denominator)))
 
-    def shards(self, numel: int, shards: int = 1) -> list[Shard]:
-        self._check_shards(shards)
-        return [Shard(numel, self.entries(numel) * self._bytes_of_entry)]
+    def segments(self, numel: int, segments: int = 1) -> list[Segment]:
+        self._check_segments(segments)
+        return [Segment(numel, self.entries(numel) * self._bytes_of_entry)]
 
 
 # ---- the values of largest magnitude, with their indices -----------------------------------------
@@ -333,7 +333,7 @@ register_fakes("chunk_topk", _check_chunks, has_sum=True)
 
 
 @register_codec
-class chunk_topk(OneShardCodec):  # noqa: N801 (a codec is written as it is called)
+class chunk_topk(OneSegmentCodec):  # noqa: N801 (a codec is written as it is called)
     """The k values of largest magnitude of each chunk, in few bits; the others become 0.
 
     A chunk has ``chunk`` values in the order of ``flatten``, across the tensors' borders; the last
@@ -410,10 +410,10 @@ class chunk_topk(OneShardCodec):  # noqa: N801 (a codec is written as it is call
         chunk: int = self._settings["chunk"]
         return numel // chunk * k + min(numel % chunk, k)
 
-    def shards(self, numel: int, shards: int = 1) -> list[Shard]:
-        self._check_shards(shards)
+    def segments(self, numel: int, segments: int = 1) -> list[Segment]:
+        self._check_segments(segments)
         check_numel("chunk_topk", numel)
-        return [Shard(numel, _bytes(numel, **self._settings))]
+        return [Segment(numel, _bytes(numel, **self._settings))]
 
 
 # ---- values at random places that are the same on all ranks, without indices ---------------------

@@ -38,8 +38,10 @@ from torch_commhook.collectives.traced import traced_all_reduce
 from torch_commhook.metrics import CallMeter, note_collective
 from torch_commhook.native.bucket_ops import check_flat
 from torch_commhook.spans import timed
+from torch_commhook.wording import renamed_argument
 
 
+@renamed_argument("shard_error", "sum_error")
 def compressed_all_reduce(
     tensors: Tensor | Sequence[Tensor],
     codec: Codec,
@@ -47,7 +49,7 @@ def compressed_all_reduce(
     scale: float = 1.0,
     out: Tensor | Sequence[Tensor] | None = None,
     error: Tensor | None = None,
-    shard_error: Tensor | None = None,
+    sum_error: Tensor | None = None,
     error_decay: float = 1.0,
     rounding: Tensor | None = None,
     buffers: MessageBuffers | None = None,
@@ -59,8 +61,8 @@ def compressed_all_reduce(
 
     The algorithm depends on the codec's messages (``Codec.exchange``):
 
-    * ``"all_to_all"``: each rank encodes one shard of its values for each rank, and sends the
-      shards. It decodes the shards that it receives, sums them in float32, encodes the sum, and
+    * ``"all_to_all"``: each rank encodes one segment of its values for each rank, and sends the
+      segments. It decodes the segments that it receives, sums them in float32, encodes the sum, and
       sends it to all ranks, which decode it. Values are encoded twice, at any number of ranks. Each
       rank sends about ``2 (W - 1) / W`` messages.
     * ``"all_gather"``: each rank receives all messages, and sums their values. Each rank sends
@@ -92,8 +94,8 @@ def compressed_all_reduce(
             a new flat tensor of the first tensor's dtype.
         error: the errors of earlier calls for this rank's values: float32 or bfloat16, flat, one
             element per value. Added to the values, and replaced by this call's errors.
-        shard_error: the same for the sum that this rank encodes: float32 or bfloat16, with the
-            elements of ``shard_range``. Only used with the exchange ``"all_to_all"``.
+        sum_error: the same for the sum that this rank encodes: float32 or bfloat16, with the
+            elements of ``segment_range``. Only used with the exchange ``"all_to_all"``.
         error_decay: the factor by which both errors are multiplied after they are written, in
             (0, 1].
         rounding: for codecs with random numbers (``Codec.is_random``): int64 of shape (2, 2), rows
@@ -112,7 +114,7 @@ def compressed_all_reduce(
 
     Raises:
         TypeError, ValueError: tensors, codec or memory do not fit, as for ``Codec.encode``; the
-            group does not know its rank, for a codec with shards.
+            group does not know its rank, for a codec with segments.
         RuntimeError: torch.distributed is not initialized; the backend raised it.
 
     Example:
@@ -130,7 +132,7 @@ def compressed_all_reduce(
     if isinstance(codec, Codec) and codec.exchange == "all_to_all":  # others are refused below
         check_place("compressed_all_reduce", group)
     arguments = SumArguments(
-        codec, scale, error, shard_error, rounding, buffers, meter, timeout, error_decay
+        codec, scale, error, sum_error, rounding, buffers, meter, timeout, error_decay
     )
     check_arguments("compressed_all_reduce", arguments, numel, sources[0].device, group)
     return sum_compressed(sources, destinations, arguments, group)
@@ -147,7 +149,7 @@ def sum_compressed(
     call = _CompressedSum(arguments, destinations, numel, group)
     error = arguments.error
     start = call.start()
-    used = (sources, destinations, error, arguments.shard_error, arguments.rounding)
+    used = (sources, destinations, error, arguments.sum_error, arguments.rounding)
     with torch.no_grad(), call.on_side_stream(used):
         return start(sources, error, group)
 
@@ -189,7 +191,7 @@ def compressed_bytes(codec: Codec, numel: int, group: dist.ProcessGroup) -> tupl
         return all_reduce_bytes(
             torch.empty(codec.nbytes(numel) // 4, dtype=torch.float32, device="cpu"), group
         )
-    sizes = [shard.nbytes for shard in codec.shards(numel, ranks)]
+    sizes = [segment.nbytes for segment in codec.segments(numel, ranks)]
     own = sizes[group_rank(group)]
     # Its parts of the first stage, and in the second the sum that it encodes.
     both = sum(sizes) - own + own * others
@@ -211,14 +213,14 @@ class _CompressedSum(CompressedCall):
         self.numel = numel
         self.own_buffers = arguments.buffers
         self.scale = arguments.scale
-        self.shard_error = arguments.shard_error
+        self.sum_error = arguments.sum_error
         #: For this rank's values, and for its sum.
         self.rounding = (None, None) if rounding is None else (rounding[0], rounding[1])
 
     def start(self) -> Callable[..., torch.futures.Future[Tensor]]:
         """What starts it, of the tensors, their errors and the group."""
         start = {
-            "all_to_all": self._exchange_shards,
+            "all_to_all": self._exchange_segments,
             "all_gather": self._gather,
             "all_reduce": self._add_up,
         }.get(self.codec.exchange)
@@ -233,28 +235,28 @@ class _CompressedSum(CompressedCall):
         self,
         sources: list[Tensor],
         error: Tensor | None,
-        shards: int,
+        segments: int,
         message: Tensor | None = None,
     ) -> Tensor:
         own = message
         if own is None:
-            own = self.buffer("message", self.codec.nbytes(self.numel, shards))
+            own = self.buffer("message", self.codec.nbytes(self.numel, segments))
 
         def encode(values: list[Tensor], **given: Any) -> None:
-            self.codec.encode(values, own, shards=shards, **given)
+            self.codec.encode(values, own, segments=segments, **given)
 
         self.encode(sources, error, self.rounding[0], encode)
         return own
 
     def _encode_sum(self, reduce: Callable[..., None], messages: Any, message: Tensor) -> None:
-        """Encode the sum of this rank's shards, with a method of the codec."""
+        """Encode the sum of this rank's segments, with a method of the codec."""
         with self.later_stage("encode"):
-            lost, rounding = error_for(self.codec, self.shard_error), self.rounding[1]
+            lost, rounding = error_for(self.codec, self.sum_error), self.rounding[1]
             given: Any = {"scale": self.scale, "error": lost, "rounding": rounding}
-            reduce(messages, message, self.shard.numel, **given)
-            keep_error(self.shard_error, lost)
-            if self.shard_error is not None and self.error_decay != 1.0:
-                decay_error(self.shard_error, self.error_decay, rounding)
+            reduce(messages, message, self.segment.numel, **given)
+            keep_error(self.sum_error, lost)
+            if self.sum_error is not None and self.error_decay != 1.0:
+                decay_error(self.sum_error, self.error_decay, rounding)
 
     # ---- messages that an all-reduce sums --------------------------------------------------------
 
@@ -294,23 +296,23 @@ class _CompressedSum(CompressedCall):
 
         return self.then_decode(first, decode)
 
-    # ---- messages in shards ----------------------------------------------------------------------
+    # ---- messages in segments --------------------------------------------------------------------
 
-    def _exchange_shards(
+    def _exchange_segments(
         self, sources: list[Tensor], error: Tensor | None, group: dist.ProcessGroup
     ) -> torch.futures.Future[Tensor]:
-        shards = self.codec.shards(self.numel, self.world_size)
-        if not isinstance(shards, list) or len(shards) != self.world_size:
+        segments = self.codec.segments(self.numel, self.world_size)
+        if not isinstance(segments, list) or len(segments) != self.world_size:
             raise ValueError(
-                f"compressed_all_reduce: shards({self.numel}, {self.world_size}) of "
-                f"{self.codec} must return a list with a Shard for each rank, got {shards!r}"
+                f"compressed_all_reduce: segments({self.numel}, {self.world_size}) of "
+                f"{self.codec} must return a list with a Segment for each rank, got {segments!r}"
             )
-        self.sizes = [shard.nbytes for shard in shards]
-        self.shard = shards[self.rank]
+        self.sizes = [segment.nbytes for segment in segments]
+        self.segment = segments[self.rank]
         if self.device.type in SHARING_DEVICES and not self.is_traced:
-            shared = symmetric_buffers(self.own_buffers, self.codec, shards, self.device, group)
+            shared = symmetric_buffers(self.own_buffers, self.codec, segments, self.device, group)
             if shared is not None:
-                return self._share_shards(sources, error, shared, group)
+                return self._share_segments(sources, error, shared, group)
         message = self._encode(sources, error, self.world_size)
         sizes, place = self.sizes, self.places[1] or second_place(group, self.device)
         if place is not None:
@@ -329,15 +331,15 @@ class _CompressedSum(CompressedCall):
             meter=self.meter,
         )
 
-    def _share_shards(
+    def _share_segments(
         self,
         sources: list[Tensor],
         error: Tensor | None,
         shared: SymmetricBuffers,
         group: dist.ProcessGroup,
     ) -> torch.futures.Future[Tensor]:
-        """As :meth:`_exchange_shards`, with shared memory: no collective, and two barriers."""
-        codec, own_bytes = self.codec, self.shard.nbytes
+        """As :meth:`_exchange_segments`, with shared memory: no collective, and two barriers."""
+        codec, own_bytes = self.codec, self.segment.nbytes
         assert isinstance(codec, BlockCodec)
         views = shared.views(self.sizes)
         timeout = group_timeout(group, self.device) if self.timeout is None else self.timeout
@@ -349,14 +351,14 @@ class _CompressedSum(CompressedCall):
             self._encode(sources, error, self.world_size, views.message)
             with timed(self.meter, "wire"):
                 shared.barrier(timeout)
-            reduce = partial(codec.reduce_shards, failed=shared.failed)
-            self._encode_sum(reduce, views.shards, views.sum)
+            reduce = partial(codec.reduce_segments, failed=shared.failed)
+            self._encode_sum(reduce, views.segments, views.sum)
             with timed(self.meter, "wire"):
                 shared.barrier(timeout)
             with self.later_stage("decode"):
                 message = self.buffer("message", sum(self.sizes))
                 shared.gather(views.sums, message)
-                codec.decode(message, self.destinations, shards=self.world_size)
+                codec.decode(message, self.destinations, segments=self.world_size)
         except BaseException:
             with suppress(RuntimeError):  # from a device that cannot continue
                 shared.give_up()
@@ -364,8 +366,8 @@ class _CompressedSum(CompressedCall):
         return completed(self.destinations[0])
 
     def _reduce(self, received: Tensor) -> Tensor:
-        """The message of the sum of this rank's shards, as long as the longest one."""
-        padded, nbytes = self.buffer("sum", max(self.sizes)), self.shard.nbytes
+        """The message of the sum of this rank's segments, as long as the longest one."""
+        padded, nbytes = self.buffer("sum", max(self.sizes)), self.segment.nbytes
         messages = received.view(self.world_size, nbytes)
         self._encode_sum(self.codec.reduce, messages, padded[:nbytes])
         return padded
@@ -374,7 +376,7 @@ class _CompressedSum(CompressedCall):
         with self.later_stage("decode"):
             # The buffer of a message that has been sent by now.
             message = self.without_padding("message", gathered, self.sizes)
-            self.codec.decode(message, self.destinations, shards=self.world_size)
+            self.codec.decode(message, self.destinations, segments=self.world_size)
         return self.destinations[0]
 
 

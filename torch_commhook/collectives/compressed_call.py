@@ -163,7 +163,7 @@ class SumArguments(NamedTuple):
     codec: Codec
     scale: float
     error: Tensor | None
-    shard_error: Tensor | None
+    sum_error: Tensor | None
     rounding: Tensor | None
     buffers: MessageBuffers | None
     meter: CallMeter | None
@@ -195,7 +195,7 @@ def check_arguments(
     """
     _check_settings(op, arguments)
     check_decay(f"{op}: error_decay", arguments.error_decay)
-    for name, tensor in (("error", arguments.error), ("shard_error", arguments.shard_error)):
+    for name, tensor in (("error", arguments.error), ("sum_error", arguments.sum_error)):
         if tensor is not None:
             _check_dtype(op, name, tensor, *ERROR_DTYPES)
             _check_error(op, name, tensor, device)
@@ -217,17 +217,17 @@ def check_arguments(
         )
     if torch.compiler.is_compiling():  # sizes may be dynamic
         return
-    error, shard_error = arguments.error, arguments.shard_error
+    error, sum_error = arguments.error, arguments.sum_error
     if error is not None and error.shape != (numel,):
         raise ValueError(
             f"{op}: error must be flat and hold {numel} elements, got sizes {list(error.shape)}"
         )
-    if shard_error is not None and codec.exchange == "all_to_all":
-        begin, end = shard_range(codec, numel, rank=group_rank(group), world_size=group.size())
-        if shard_error.shape != (end - begin,):
+    if sum_error is not None and codec.exchange == "all_to_all":
+        begin, end = segment_range(codec, numel, rank=group_rank(group), world_size=group.size())
+        if sum_error.shape != (end - begin,):
             raise ValueError(
-                f"{op}: shard_error must be flat and hold {end - begin} elements, got sizes "
-                f"{list(shard_error.shape)}"
+                f"{op}: sum_error must be flat and hold {end - begin} elements, got sizes "
+                f"{list(sum_error.shape)}"
             )
 
 
@@ -292,11 +292,11 @@ def checked_sizes(what: str, given: Sequence[int], world_size: int, contract: st
     return sizes
 
 
-def shard_range(codec: Codec, numel: int, *, rank: int, world_size: int) -> tuple[int, int]:
+def segment_range(codec: Codec, numel: int, *, rank: int, world_size: int) -> tuple[int, int]:
     """The elements ``[begin, end)`` whose sum a rank encodes in :func:`compressed_all_reduce`."""
     if codec.exchange != "all_to_all":
         return 0, 0
-    counts = [shard.numel for shard in codec.shards(numel, world_size)]
+    counts = [segment.numel for segment in codec.segments(numel, world_size)]
     begin = sum(counts[:rank])
     return begin, begin + counts[rank]
 
@@ -469,7 +469,7 @@ class CompressedCall:
         note_collective(sum(sizes) - own[0], sum(own) - own[0])
         if self.is_traced:
             return traced_all_to_all(message, sizes, own, group, self.form)
-        out = self.buffer("shards", sum(own))
+        out = self.buffer("segments", sum(own))
         if self.is_exchanged(group):
             place = self.places[0] or place_in(group)
             place.form = self.form

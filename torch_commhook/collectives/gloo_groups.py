@@ -460,7 +460,7 @@ def group_rank(group: dist.ProcessGroup) -> int:
 
 
 def check_place(op: str, group: dist.ProcessGroup) -> None:
-    """Refuse a group with an unknown rank, because shards depend on it; ``op`` is in the error.
+    """Refuse a group with an unknown rank, because segments depend on it; ``op`` is in the error.
 
     Raises:
         ValueError: its class has its own ``size()`` and no ``rank()``, and neither
@@ -473,7 +473,7 @@ def check_place(op: str, group: dist.ProcessGroup) -> None:
     if rank is None:
         which = _class_of(_asked(group), _SIZE).__qualname__
         raise ValueError(
-            f"{op}: the process group must know its rank, since each rank has a shard; class "
+            f"{op}: the process group must know its rank, since each rank has a segment; class "
             f"{which} has a size() of its own, and no rank(). Register its ranks with "
             "register(group, name, ranks=...) of torch_commhook.process_group. Codecs "
             "whose messages all ranks get (topk, chunk_topk, randomk) and hooks such as "

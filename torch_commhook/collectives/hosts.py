@@ -25,7 +25,7 @@ from torch_commhook.collectives.compressed_call import (
     check_arguments,
     destinations_for,
     listed_tensors,
-    shard_range,
+    segment_range,
 )
 from torch_commhook.collectives.futures import (
     chained,
@@ -55,6 +55,7 @@ from torch_commhook.collectives.issuing import SECOND, Place, as_bytes, place_in
 from torch_commhook.collectives.plain import all_gather, reduce_scatter, sum_of_shares
 from torch_commhook.metrics import CallMeter, WireMeter, counting, note_collective, tensor_bytes
 from torch_commhook.native import bucket_ops
+from torch_commhook.wording import renamed_argument
 
 # ---- determines which ranks share a host ---------------------------------------------------------
 
@@ -242,6 +243,7 @@ def group_over(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGr
 # ---- sums that are exact inside a node and compressed between nodes ------------------------------
 
 
+@renamed_argument("shard_error", "sum_error")
 def hierarchical_all_reduce(
     tensors: Tensor | Sequence[Tensor],
     codec: Codec,
@@ -252,7 +254,7 @@ def hierarchical_all_reduce(
     out: Tensor | Sequence[Tensor] | None = None,
     carry: Tensor | None = None,
     error: Tensor | None = None,
-    shard_error: Tensor | None = None,
+    sum_error: Tensor | None = None,
     error_decay: float = 1.0,
     rounding: Tensor | None = None,
     buffers: MessageBuffers | None = None,
@@ -287,7 +289,7 @@ def hierarchical_all_reduce(
             per value. Set to zeros.
         error: the errors of the node's earlier messages: float32 or bfloat16, with the share's
             number of elements.
-        shard_error, error_decay, rounding, buffers, meter: as for :func:`compressed_all_reduce`,
+        sum_error, error_decay, rounding, buffers, meter: as for :func:`compressed_all_reduce`,
             applied to the share.
 
     Returns:
@@ -317,12 +319,12 @@ def hierarchical_all_reduce(
     begin, end = share_range(numel, **place)
     buffers = MessageBuffers() if buffers is None else buffers
     arguments = SumArguments(
-        codec, scale, error, shard_error, rounding, buffers, meter, error_decay=error_decay
+        codec, scale, error, sum_error, rounding, buffers, meter, error_decay=error_decay
     )
     device = sources[0].device
     check_arguments("hierarchical_all_reduce", arguments, end - begin, device, inter_group)
     _check_carry(carry, numel)
-    used = (sources, destinations, carry, error, shard_error, rounding)
+    used = (sources, destinations, carry, error, sum_error, rounding)
     is_traced = torch.compiler.is_compiling()
     mode = _mode_of_now(is_traced)
 
@@ -513,7 +515,7 @@ def place_in_node(intra_groups: Sequence[dist.ProcessGroup]) -> dict[str, int]:
     return {"rank": rank, "ranks": ranks}
 
 
-def inter_shard_range(
+def inter_segment_range(
     codec: Codec,
     numel: int,
     *,
@@ -523,5 +525,5 @@ def inter_shard_range(
     """The elements ``[begin, end)`` whose sum over the nodes a rank encodes."""
     begin, end = share_range(numel, **place_in_node(intra_groups))
     ranks = {"rank": group_rank(inter_group), "world_size": inter_group.size()}
-    first, last = shard_range(codec, end - begin, **ranks)
+    first, last = segment_range(codec, end - begin, **ranks)
     return begin + first, begin + last

@@ -36,7 +36,7 @@ from torch_commhook.spans import on_the_wire
 # asks for a message: one that comes early is kept, up to 32 MiB from each rank. Up to 16 ranks send
 # each other messages of the needed length directly. So each stage takes half a round trip, and a
 # step of many buckets takes as many as one bucket. A sum is one stage if each rank gets the whole
-# tensors of all ranks, or two: each rank adds up one shard, in the order of the ranks. More ranks
+# tensors of all ranks, or two: each rank adds up one segment, in the order of the ranks. More ranks
 # pass sums and gathered messages on to a few others (``csrc/runtime/wire/patterns.h``).
 #
 # Traced code calls the same code through operators (``traced.py``), so that ranks in different
@@ -54,7 +54,7 @@ from torch_commhook.spans import on_the_wire
 #: As ``kFewRanks`` in ``csrc/runtime/wire/patterns.h``, and so are the numbers below.
 FEW_RANKS = 16
 #: Among few ranks: the most bytes that a rank receives at once to sum a whole tensor itself. For
-#: more, each rank sums a shard and sends it to all.
+#: more, each rank sums a segment and sends it to all.
 _ONE_ROUND, _ONE_ROUND_OF_TWO = 64 * 1024, 4 << 20
 #: Among many: the most bytes for each rank for which few rounds matter more than few bytes.
 FEW_ROUNDS = 16 * 1024

@@ -490,7 +490,7 @@ def _sum(shares: Tensor) -> Tensor:
 # ---- sums of 16-bit values in float32 ------------------------------------------------------------
 #
 # An all-reduce in 16 bits rounds each partial sum to 16 bits, so its error grows with the number of
-# ranks. Here each rank receives its shard from all ranks, sums it in float32, and rounds the sum
+# ranks. Here each rank receives its segment from all ranks, sums it in float32, and rounds the sum
 # once. The bytes on the wire are those of a ring all-reduce.
 
 
@@ -508,7 +508,7 @@ def padded_numel(numel: int, ranks: int) -> int:
 def wide_all_reduce(
     wire: Tensor,
     numel: int,
-    shards: Tensor | None,
+    segments: Tensor | None,
     *,
     group: dist.ProcessGroup,
     timeout: timedelta | None = None,
@@ -522,34 +522,34 @@ def wide_all_reduce(
         wire: flat and contiguous, float16 or bfloat16, with :func:`padded_numel` elements. Written
             in eager code.
         numel: the number of elements of the result; later ones of ``wire`` are padding.
-        shards: memory for as many elements, of the same dtype and device; None while a compiler
+        segments: memory for as many elements, of the same dtype and device; None while a compiler
             traces, since it plans memory itself.
 
     Returns:
         A Future of the sum, flat: in eager code a view of ``wire``.
     """
     ranks = group.size()
-    shard = wire.numel() // ranks
-    is_traced = shards is None  # read once: other threads cannot tell whether a compiler traces
-    sums = wire.new_empty(shard)
+    segment = wire.numel() // ranks
+    is_traced = segments is None  # read once: other threads cannot tell whether a compiler traces
+    sums = wire.new_empty(segment)
 
     def add_up(received: Tensor) -> Tensor:
         with timed(None, "encode"):
-            return sum_rows(received.view(ranks, shard), sums)
+            return sum_rows(received.view(ranks, segment), sums)
 
     def issue_second(tensor: Tensor) -> torch.futures.Future[Tensor]:
         if is_traced:
             return traced_all_gather(tensor, group, is_second=True)
-        return issue_all_gather(tensor, wire.view(ranks, shard), group, timeout, place=place)
+        return issue_all_gather(tensor, wire.view(ranks, segment), group, timeout, place=place)
 
     # With a timeout of its own, the second one is no exchange, and has no place.
     place = None if is_traced or timeout is not None else second_place(group, wire.device)
     if place is not None:
-        # A rank sends its sum after it has received this rank's shard, whose memory takes that sum.
+        # A rank sends its sum after it has received this rank's segment, whose memory takes it.
         place.form = str(wire.dtype)
-        place.expect_gather([as_bytes(row) for row in wire.view(ranks, shard)])
+        place.expect_gather([as_bytes(row) for row in wire.view(ranks, segment)])
     return two_stages(
-        all_to_all(wire, out=shards, group=group, timeout=timeout),
+        all_to_all(wire, out=segments, group=group, timeout=timeout),
         add_up,
         issue_second,
         lambda gathered: gathered.view(-1)[:numel],

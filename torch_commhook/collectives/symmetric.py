@@ -2,7 +2,7 @@
 
 With PyTorch's symmetric memory (``torch.distributed._symmetric_memory``) the kernels of one GPU
 read the memory of others. A compressed sum then needs no collective: each rank encodes its values
-in shared memory, sums its shard of all messages and encodes the sum in one kernel, and reads the
+in shared memory, sums its segment of all messages and encodes the sum in one kernel, and reads the
 encoded sums of all ranks. Two barriers order these steps (``symmetric_barrier``). Ranks test new
 memory first; if its bits differ from the collectives', they use collectives.
 """
@@ -24,7 +24,7 @@ from torch._C import _distributed_c10d
 from torch._C._autograd import DeviceType
 
 from torch_commhook import _C
-from torch_commhook.codecs.base import MOST_RANKS, Codec, Shard
+from torch_commhook.codecs.base import MOST_RANKS, Codec, Segment
 from torch_commhook.codecs.block_codec import BlockCodec
 from torch_commhook.collectives.agreement import gather_in_step
 from torch_commhook.collectives.compressed_call import MessageBuffers
@@ -34,7 +34,7 @@ from torch_commhook.collectives.symmetric_memory import (
     TRIAL_TIMEOUT,
     MissedRankError,
     SymmetricBuffers,
-    trial_shards,
+    trial_segments,
     try_out,
 )
 
@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 def symmetric_buffers(
     buffers: MessageBuffers | None,
     codec: Codec,
-    shards: Sequence[Shard],
+    segments: Sequence[Segment],
     device: torch.device,
     group: dist.ProcessGroup,
 ) -> SymmetricBuffers | None:
@@ -64,7 +64,7 @@ def symmetric_buffers(
 
     Args:
         buffers: the caller's buffers, which stay from call to call; None for none.
-        shards: the shards of a message, one for each rank.
+        segments: the segments of a message, one for each rank.
 
     Raises:
         RuntimeError: an earlier sum in these buffers has failed.
@@ -72,7 +72,7 @@ def symmetric_buffers(
     if buffers is None or not _may_share(codec, device, group):
         return None
     assert isinstance(codec, BlockCodec)
-    sizes = [shard.nbytes for shard in shards]
+    sizes = [segment.nbytes for segment in segments]
     state = state_of(group)
     known: SymmetricBuffers | None = state.shared_memory.get(buffers)
     has_room = False
@@ -218,7 +218,7 @@ def _make(
     Returns None if a rank cannot have it or has got wrong bits; no rank then keeps its memory.
     """
     ranks, rank = group.size(), dist.get_rank(group)
-    tried = [shard.nbytes for shard in trial_shards(codec, ranks)]
+    tried = [segment.nbytes for segment in trial_segments(codec, ranks)]
     least = (0, 0) if old is None else old
     message_bytes = max(sum(sizes), sum(tried), least[0])
     sum_bytes = max(*sizes, *tried, least[1])

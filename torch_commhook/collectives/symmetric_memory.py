@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_commhook.codecs.base import Shard, check_failed, check_message, check_ranks
+from torch_commhook.codecs.base import Segment, check_failed, check_message, check_ranks
 from torch_commhook.codecs.block_codec import BlockCodec
 
 # ---- the operators of ranks that share memory, as typed functions with their fakes ---------------
@@ -48,22 +48,22 @@ def symmetric_barrier(controls: Sequence[Tensor], rank: int, *, timeout: float) 
 
 
 def symmetric_gather(
-    shards: Sequence[Tensor], message: Tensor, *, failed: Tensor | None = None
+    segments: Sequence[Tensor], message: Tensor, *, failed: Tensor | None = None
 ) -> None:
-    """Copy the shards of all ranks into one message, one after another.
+    """Copy the segments of all ranks into one message, one after another.
 
     Args:
-        shards: the shard of each rank, in order; 1 to 16 of them: contiguous, uint8, with a
+        segments: the segment of each rank, in order; 1 to 16 of them: contiguous, uint8, with a
             multiple of 4 bytes, at an address that is a multiple of 4.
-        message: contiguous, uint8, as long as all shards together. It shares no memory with them.
+        message: contiguous, uint8, as long as all segments together. It shares no memory with them.
             Written.
-        failed: one int64. If it is not zero, no shard is read, and all bytes become 255: the values
-            of such a message are NaN.
+        failed: one int64. If it is not zero, no segment is read, and all bytes become 255: the
+            values of such a message are NaN.
 
     Raises:
         TypeError, ValueError: the tensors are of another kind.
     """
-    torch.ops.commhook.symmetric_gather(shards, message, failed=failed)
+    torch.ops.commhook.symmetric_gather(segments, message, failed=failed)
 
 
 @torch.library.register_fake("commhook::symmetric_barrier")
@@ -95,9 +95,9 @@ def _symmetric_gather_fake(
 ) -> None:
     op = "symmetric_gather"
     check_ranks(op, "shards", len(shards), 1)
-    sizes = [shard.numel() for shard in shards]
-    for i, shard in enumerate(shards):
-        check_message(op, f"shards[{i}]", shard, None)
+    sizes = [segment.numel() for segment in shards]
+    for i, segment in enumerate(shards):
+        check_message(op, f"shards[{i}]", segment, None)
     check_message(
         op,
         "message",
@@ -165,12 +165,12 @@ class SymmetricBuffers:
         return start + _filled_up(sum_bytes)
 
     def fits(self, sizes: Sequence[int]) -> bool:
-        """Whether there is room for messages with shards of these sizes."""
+        """Whether there is room for messages with segments of these sizes."""
         message_bytes, sum_bytes = self.capacity
         return sum(sizes) <= message_bytes and max(sizes) <= sum_bytes
 
     def views(self, sizes: Sequence[int]) -> _Views:
-        """The tensors of a call whose messages have shards of these sizes, one for each rank."""
+        """The tensors of a call whose messages have segments of these sizes, one for each rank."""
         if self._sizes != list(sizes):
             own = self._memories[self.rank]
             begin = self._message_start + sum(sizes[: self.rank])
@@ -192,9 +192,9 @@ class SymmetricBuffers:
         seconds = min(timeout.total_seconds(), MOST_SECONDS)
         symmetric_barrier(self._controls, self.rank, timeout=seconds)
 
-    def gather(self, shards: Sequence[Tensor], message: Tensor) -> None:
+    def gather(self, segments: Sequence[Tensor], message: Tensor) -> None:
         """Run :func:`symmetric_gather`; writes NaNs if a barrier has failed."""
-        symmetric_gather(shards, message, failed=self.failed)
+        symmetric_gather(segments, message, failed=self.failed)
         if self._seen is not self.failed:
             self._seen.copy_(self.failed, non_blocking=True)
 
@@ -225,7 +225,7 @@ class SymmetricBuffers:
 
 class _Views(NamedTuple):
     message: Tensor  # this rank's
-    shards: list[Tensor]  # this rank's shard in the message of each rank
+    segments: list[Tensor]  # this rank's segment in the message of each rank
     sum: Tensor  # this rank's
     sums: list[Tensor]  # of each rank
 
@@ -240,16 +240,16 @@ class _Views(NamedTuple):
 TRIAL_TIMEOUT = timedelta(seconds=10)
 
 _SUMS = 2  # the second overwrites the first, and keeps errors
-_BLOCKS = 3  # of each rank's shard
+_BLOCKS = 3  # of each rank's segment
 
 
 class MissedRankError(RuntimeError):
     """A barrier has failed: another rank did not reach it in time, or had given up."""
 
 
-def trial_shards(codec: BlockCodec, ranks: int) -> list[Shard]:
+def trial_segments(codec: BlockCodec, ranks: int) -> list[Segment]:
     """The parts of a test message, one for each rank."""
-    return codec.shards(_numel(codec, ranks), ranks)
+    return codec.segments(_numel(codec, ranks), ranks)
 
 
 def try_out(
@@ -267,7 +267,7 @@ def try_out(
     other sums afterwards if no rank has raised.
 
     Args:
-        memory: unused memory, with room for :func:`trial_shards`.
+        memory: unused memory, with room for :func:`trial_segments`.
 
     Raises:
         MissedRankError: a barrier has failed.
@@ -282,7 +282,7 @@ def try_out(
             raise MissedRankError(f"it missed rank {missed - 1} at a barrier")
         for one, other in zip(got, right, strict=True):
             _compare(codec, "values of a sum", one.total, other.total)
-            _compare(codec, "errors of a sum", one.shard_error, other.shard_error)
+            _compare(codec, "errors of a sum", one.sum_error, other.sum_error)
     except BaseException:
         with suppress(RuntimeError):  # from a device that cannot continue
             memory.give_up()
@@ -303,14 +303,14 @@ class _Given(NamedTuple):
 
     values: Tensor
     error: Tensor | None
-    shard_error: Tensor
+    sum_error: Tensor
     rounding: tuple[Tensor | None, Tensor | None]
     scale: float
 
 
 class _Result(NamedTuple):
     total: Tensor
-    shard_error: Tensor
+    sum_error: Tensor
 
 
 def _given(codec: BlockCodec, rank: int, ranks: int, step: int, device: torch.device) -> _Given:
@@ -319,7 +319,7 @@ def _given(codec: BlockCodec, rank: int, ranks: int, step: int, device: torch.de
     drawn = (places * 7919 + rank * 104_729 + step * 1_299_709) % 4001 - 2000
     larger = 2 ** (places // codec.block_size % 5)  # blocks have different parameters
     values = (drawn * larger).to(torch.float32) * 2.0**-9
-    shard_error = values[: trial_shards(codec, ranks)[rank].numel].flip(0) * 2.0**-6
+    sum_error = values[: trial_segments(codec, ranks)[rank].numel].flip(0) * 2.0**-6
     rounding: tuple[Tensor | None, Tensor | None] = (None, None)
     if codec.is_random:
         seeds = torch.tensor(
@@ -327,7 +327,7 @@ def _given(codec: BlockCodec, rank: int, ranks: int, step: int, device: torch.de
         )
         rounding = seeds[0], seeds[1]
     error = values.flip(0) * 2.0**-6 if step > 0 else None
-    return _Given(values, error, shard_error, rounding, 1.0 / ranks if step > 0 else 1.0)
+    return _Given(values, error, sum_error, rounding, 1.0 / ranks if step > 0 else 1.0)
 
 
 def _message(numel: int, device: torch.device) -> Tensor:
@@ -344,19 +344,19 @@ def _shared(
 ) -> _Result:
     """This rank's part of a sum through the memory, as ``compressed_all_reduce`` computes it."""
     given = _given(codec, memory.rank, ranks, step, device)
-    shards = trial_shards(codec, ranks)
-    sizes = [shard.nbytes for shard in shards]
+    segments = trial_segments(codec, ranks)
+    sizes = [segment.nbytes for segment in segments]
     views = memory.views(sizes)
     codec.encode(
-        [given.values], views.message, shards=ranks, error=given.error, rounding=given.rounding[0]
+        [given.values], views.message, segments=ranks, error=given.error, rounding=given.rounding[0]
     )
     memory.barrier(timeout)
-    codec.reduce_shards(
-        views.shards,
+    codec.reduce_segments(
+        views.segments,
         views.sum,
-        shards[memory.rank].numel,
+        segments[memory.rank].numel,
         scale=given.scale,
-        error=given.shard_error,
+        error=given.sum_error,
         rounding=given.rounding[1],
         failed=memory.failed,
     )
@@ -364,32 +364,34 @@ def _shared(
     message = _message(sum(sizes), device)
     memory.gather(views.sums, message)
     total = torch.zeros_like(given.values)
-    codec.decode(message, [total], shards=ranks)
-    return _Result(total, given.shard_error)
+    codec.decode(message, [total], segments=ranks)
+    return _Result(total, given.sum_error)
 
 
 def _expected(codec: BlockCodec, rank: int, ranks: int, step: int, device: torch.device) -> _Result:
     """The collectives' result on a rank, with the parts of all ranks computed here."""
     given = [_given(codec, each, ranks, step, device) for each in range(ranks)]
-    shards = trial_shards(codec, ranks)
-    sizes = [shard.nbytes for shard in shards]
+    segments = trial_segments(codec, ranks)
+    sizes = [segment.nbytes for segment in segments]
     messages = torch.empty((ranks, sum(sizes)), dtype=torch.uint8, device=device)
     for one, message in zip(given, messages, strict=True):
-        codec.encode([one.values], message, shards=ranks, error=one.error, rounding=one.rounding[0])
+        codec.encode(
+            [one.values], message, segments=ranks, error=one.error, rounding=one.rounding[0]
+        )
     sums = []
     for owner, part in enumerate(messages.split(sizes, dim=1)):
         sums.append(_message(sizes[owner], device))
         codec.reduce(
             part.contiguous(),
             sums[owner],
-            shards[owner].numel,
+            segments[owner].numel,
             scale=given[owner].scale,
-            error=given[owner].shard_error,
+            error=given[owner].sum_error,
             rounding=given[owner].rounding[1],
         )
     total = torch.zeros_like(given[rank].values)
-    codec.decode(torch.cat(sums), [total], shards=ranks)
-    return _Result(total, given[rank].shard_error)
+    codec.decode(torch.cat(sums), [total], segments=ranks)
+    return _Result(total, given[rank].sum_error)
 
 
 def _compare(codec: BlockCodec, what: str, got: Tensor, right: Tensor) -> None:

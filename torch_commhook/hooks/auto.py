@@ -316,8 +316,8 @@ class auto(Hook):  # noqa: N801 (a hook is written as it is called)
     def result_dtype(self, bucket: GradBucket) -> torch.dtype:
         return self._hook_of(self.memory(bucket)).result_dtype(bucket)
 
-    def shards(self, memory: BucketMemory) -> list[str]:
-        return self._hook_of(memory).shards(memory)
+    def segments(self, memory: BucketMemory) -> list[str]:
+        return self._hook_of(memory).segments(memory)
 
     def check_capture(self, memory: BucketMemory) -> None:
         if memory.choices[self._kind] == _OPEN and memory.world_size > 1:

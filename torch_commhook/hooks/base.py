@@ -25,6 +25,7 @@ from torch_commhook.memory.watches import ScaleJumpDetector
 from torch_commhook.native.bucket_ops import BUCKET_DTYPES
 from torch_commhook.native.runtime import hook_name
 from torch_commhook.spans import active, bucket_label, spans_of
+from torch_commhook.wording import keep_old_method, warn_user
 
 # ---- properties of a hook that its wrappers and the reducers depend on ---------------------------
 
@@ -174,6 +175,8 @@ class Hook(ABC):
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
+        if keep_old_method(cls, "shards", "segments"):
+            warn_user(f"{cls.__qualname__}.shards is deprecated: use segments", DeprecationWarning)
         parameters = inspect.signature(cls.step_scale).parameters
         cls._takes_loss_scale = "loss_scale" in parameters or any(
             one.kind is one.VAR_KEYWORD for one in parameters.values()
@@ -382,9 +385,9 @@ class Hook(ABC):
         self.check_shards()
         raise NotImplementedError(f"{self}: has no average_shard()")
 
-    def shards(self, memory: BucketMemory) -> list[str]:
-        """The names of its memory of a bucket's parts; see :meth:`BucketMemory.shard`."""
-        return [name for hook in self.hooks_inside() for name in hook.shards(memory)]
+    def segments(self, memory: BucketMemory) -> list[str]:
+        """The names of its memory of a bucket's parts; see :meth:`BucketMemory.segment`."""
+        return [name for hook in self.hooks_inside() for name in hook.segments(memory)]
 
     def result_dtype(self, bucket: GradBucket) -> torch.dtype:
         """The dtype of this bucket's result from :meth:`average`.
@@ -470,6 +473,9 @@ class Hook(ABC):
                 stacklevel=2,
             )
         return {**self.__dict__, "process_group": None}
+
+
+keep_old_method(Hook, "shards", "segments")
 
 
 class FunctionHook(Hook):

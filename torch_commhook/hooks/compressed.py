@@ -19,7 +19,7 @@ from torch_commhook.collectives.compressed import (
     compressed_all_reduce,
     compressed_reduce_scatter,
 )
-from torch_commhook.collectives.compressed_call import shard_range
+from torch_commhook.collectives.compressed_call import segment_range
 from torch_commhook.collectives.gloo_groups import check_place, exchanges, group_rank, resolve_group
 from torch_commhook.collectives.plain import all_reduce
 from torch_commhook.hooks.base import Hook, HookTraits, average_scale, check_dense, result_tensor
@@ -74,7 +74,7 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
         self.traits = traits_of_codec(codec)
         self.seed = seed
         # Different codecs of a user may print alike.
-        self._shard_plan = f"shard of {codec!r} {id(codec)}"
+        self._segment_plan = f"segment of {codec!r} {id(codec)}"
 
     def check_ranks(self, group: dist.ProcessGroup) -> None:
         if self.has_stages:
@@ -88,9 +88,9 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
             memory.flat("error")
             if self.has_stages and not memory.is_sharded:
                 rank, ranks = self._place(memory)
-                span = shard_range(codec, memory.numel, rank=rank, world_size=ranks)
-                shard = memory.shard("shard_error", *span, factor=ranks)
-                memory.plans[self._shard_plan] = shard
+                span = segment_range(codec, memory.numel, rank=rank, world_size=ranks)
+                segment = memory.segment("shard_error", *span, factor=ranks)
+                memory.plans[self._segment_plan] = segment
         rounding_of(codec, self.seed, memory)
 
     def _place(self, memory: BucketMemory) -> tuple[int, int]:
@@ -100,15 +100,15 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
         own = resolve_group(self.process_group)
         return group_rank(own), own.size()
 
-    def _check_place_of_shard(self, memory: BucketMemory, group: dist.ProcessGroup) -> None:
-        """Refuse the memory of a shard if the group's ranks have changed since it was made.
+    def _check_place_of_segment(self, memory: BucketMemory, group: dist.ProcessGroup) -> None:
+        """Refuse the memory of a segment if the group's ranks have changed since it was made.
 
         Raises:
-            RuntimeError: the group has had other ranks since the shard was chosen.
+            RuntimeError: the group has had other ranks since the segment was chosen.
         """
         if self.process_group is not None or type(group) is dist.ProcessGroup:
             return
-        if torch.compiler.is_compiling() or not self.shards(memory):
+        if torch.compiler.is_compiling() or not self.segments(memory):
             return
         now = group_rank(group), group.size()
         if now != (memory.rank, memory.world_size):
@@ -131,15 +131,15 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
                 stacklevel=2,
             )
 
-    def shards(self, memory: BucketMemory) -> list[str]:
-        found = memory.plans.get(self._shard_plan)
+    def segments(self, memory: BucketMemory) -> list[str]:
+        found = memory.plans.get(self._segment_plan)
         return [] if found is None else [found]
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         check_dense(self, bucket)
         group = self.group(bucket)
         memory = self.memory(bucket)
-        self._check_place_of_shard(memory, group)
+        self._check_place_of_segment(memory, group)
         return compressed_all_reduce(
             bucket.sources(),
             self.codec,
@@ -147,7 +147,7 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
             out=result_tensor(bucket, memory),
             error=memory.tensors.get("error"),
             error_decay=memory.error_decay,
-            shard_error=memory.tensors.get(memory.plans.get(self._shard_plan, "")),
+            sum_error=memory.tensors.get(memory.plans.get(self._segment_plan, "")),
             rounding=rounding_of(self.codec, self.seed, memory),
             buffers=memory.buffers,
             meter=memory.meter,
@@ -392,15 +392,15 @@ class adaptive(Hook):  # noqa: N801 (a hook is written as it is called)
 
     def prepare(self, memory: BucketMemory) -> None:
         memory.with_error = True
-        for hook in self._hooks.values():  # both have the same shards
+        for hook in self._hooks.values():  # both have the same segments
             hook.prepare(memory)
         memory.declare_choice(_NAME, 4, among=(4, 8))
 
     def check_capture(self, memory: BucketMemory) -> None:
         raise cannot_be_captured(str(self), "the host chooses bits by the number of the step")
 
-    def shards(self, memory: BucketMemory) -> list[str]:
-        return self._hooks[8].shards(memory)  # the other hook has the same
+    def segments(self, memory: BucketMemory) -> list[str]:
+        return self._hooks[8].segments(memory)  # the other hook has the same
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         return self._hooks[self.memory(bucket).choices[_NAME]].average(bucket)
@@ -447,14 +447,14 @@ class adaptive(Hook):  # noqa: N801 (a hook is written as it is called)
         """The square of this rank's unsent error; 0 if it is not finite."""
         square = sum(
             torch.linalg.vector_norm(memory.tensors[name], dtype=torch.float64).item() ** 2
-            for name in ("error", *self.shards(memory))
+            for name in ("error", *self.segments(memory))
         )
         return square if square < float("inf") else 0.0
 
     def _bytes(self, bits: int, numel: int, memory: HookMemory) -> int:
         """The bytes of a bucket on the rank that sends most."""
         ranks = memory.world_size
-        sizes = [shard.nbytes for shard in blockwise(bits, self.block_size).shards(numel, ranks)]
+        sizes = [each.nbytes for each in blockwise(bits, self.block_size).segments(numel, ranks)]
         group = memory.group
         if group is not None and _wire_device(memory).type == "cpu" and exchanges(group):
             return max(sum(sizes) + (ranks - 2) * own for own in sizes)

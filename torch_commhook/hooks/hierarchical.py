@@ -26,7 +26,7 @@ from torch_commhook.collectives.hosts import (
     Nesting,
     group_over,
     hierarchical_all_reduce,
-    inter_shard_range,
+    inter_segment_range,
     known_group,
     label_of_host,
     nest,
@@ -135,7 +135,7 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
         else:
             self._take_groups(intra_group, inter_group, levels)
         self._node_plan = f"node's share of {self} {id(codec)}"
-        self._shard_plan = f"shard of {self} {id(codec)}"
+        self._segment_plan = f"segment of {self} {id(codec)}"
 
     def _take_groups(self, intra_group: Any, inter_group: Any, levels: object) -> None:
         if levels != AUTO:
@@ -305,22 +305,22 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
         if memory.with_error and self.codec.takes_error:
             memory.flat("error")
             share = share_range(memory.numel, **place)
-            of_node = memory.shard("node_error", *share, factor=1)
-            shard = inter_shard_range(
+            of_node = memory.segment("node_error", *share, factor=1)
+            segment = inter_segment_range(
                 self.codec,
                 memory.numel,
                 intra_groups=self.intra_groups,
                 inter_group=self.inter_group,
             )
-            of_shard = memory.shard("node_shard_error", *shard, factor=memory.world_size)
+            of_segment = memory.segment("node_shard_error", *segment, factor=memory.world_size)
             memory.plans[self._node_plan] = of_node
-            memory.plans[self._shard_plan] = of_shard
+            memory.plans[self._segment_plan] = of_segment
         rounding_of(self.codec, self.seed, memory)
 
-    def shards(self, memory: BucketMemory) -> list[str]:
+    def segments(self, memory: BucketMemory) -> list[str]:
         if self._plain is not None:
-            return self._plain.shards(memory)
-        found = (memory.plans.get(plan) for plan in (self._node_plan, self._shard_plan))
+            return self._plain.segments(memory)
+        found = (memory.plans.get(plan) for plan in (self._node_plan, self._segment_plan))
         return [name for name in found if name is not None]
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -338,7 +338,7 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
             out=result_tensor(bucket, memory),
             carry=memory.tensors.get("error"),
             error=memory.tensors.get(memory.plans.get(self._node_plan, "")),
-            shard_error=memory.tensors.get(memory.plans.get(self._shard_plan, "")),
+            sum_error=memory.tensors.get(memory.plans.get(self._segment_plan, "")),
             error_decay=memory.error_decay,
             rounding=rounding_of(self.codec, self.seed, memory),
             buffers=memory.buffers,

@@ -382,7 +382,7 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
         self.outer.step(anchors, means, self._momenta(memory))
         if self.error_reset:
             # A rank takes back the errors of the sum, too.
-            memory.fold_all_shards()
+            memory.fold_all_segments()
         if unsent:
             memory.tensors[ERROR].zero_()
         if not mix:
@@ -413,7 +413,7 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
         These are the hook's errors. With ``error_reset`` the errors of whole buckets are left out:
         a rank's distance is measured from them, and contains the rest.
         """
-        names = self.hook.shards(memory) if self.hook.keeps_error else []
+        names = self.hook.segments(memory) if self.hook.keeps_error else []
         if self.hook.keeps_error and not self.error_reset:
             names = [ERROR, *names]
         found = [memory.tensors[name] for name in names if name in memory.tensors]

@@ -64,11 +64,11 @@ class cast(Hook):  # noqa: N801
     float32's.
 
     Among fewer than 8 ranks an all-reduce sums the values in ``dtype``. With 8 or more ranks the
-    error does not grow with their number: an all-to-all sends each rank its shard from all ranks,
+    error does not grow with their number: an all-to-all sends each rank its segment from all ranks,
     the rank sums it in float32 and rounds the sum once, and an all-gather sends all sums to all
-    ranks. Shards are padded to equal lengths. The process group must support both collectives. The
-    hook then keeps 4 bytes for each element instead of 2. For sharded gradients, each rank always
-    sums its shard in float32, and sends ``2 (W - 1) / W`` bytes for each element.
+    ranks. Segments are padded to equal lengths. The process group must support both collectives.
+    The hook then keeps 4 bytes for each element instead of 2. For sharded gradients, each rank
+    always sums its shard in float32, and sends ``2 (W - 1) / W`` bytes for each element.
 
     Replaces PyTorch's ``fp16_compress_hook`` and ``bf16_compress_hook``. Those divide after the
     cast, when large values have already become infinite, and refuse bfloat16 on the CPU.
@@ -132,12 +132,12 @@ class cast(Hook):  # noqa: N801
             bucket.device(), self.memory(bucket).buffers.stream, [bucket.sources()]
         ):
             wire = self._buffer("rounded", bucket, padded)
-            shards = self._buffer("received", bucket, padded)
+            segments = self._buffer("received", bucket, padded)
             assert wire is not None
             with timed(None, "encode"):
                 bucket.flatten(scale=scale, out=wire[:numel])
                 wire[numel:].zero_()
-            return wide_all_reduce(wire, numel, shards, group=group)
+            return wide_all_reduce(wire, numel, segments, group=group)
 
     def result_dtype(self, bucket: GradBucket) -> torch.dtype:
         return self.dtype
@@ -149,10 +149,10 @@ class cast(Hook):  # noqa: N801
             bucket.device(), self.memory(bucket).buffers.stream, [bucket.sources()]
         ):
             wire = self._buffer("rounded", bucket, bucket.numel())
-            shards = self._buffer("received", bucket, bucket.numel())
+            chunks = self._buffer("received", bucket, bucket.numel())
             with timed(None, "encode"):
                 wire = bucket.flatten(scale=bucket.scale, dtype=self.dtype, out=wire)
-            received = all_to_all(wire, out=shards, group=group)
+            received = all_to_all(wire, out=chunks, group=group)
             ranks, shard = group.size(), bucket.shard
 
             def add_up(done: torch.futures.Future[Tensor]) -> Tensor:

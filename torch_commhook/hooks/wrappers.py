@@ -287,7 +287,7 @@ class after(Wrapper):  # noqa: N801
         hooks = [self.before, self.hook]
         for hook in reversed(hooks) if memory.steps > self.step else hooks:
             hook.prepare(memory)
-        left = set(self.before.shards(memory)) - set(self.hook.shards(memory))
+        left = set(self.before.segments(memory)) - set(self.hook.segments(memory))
         memory.plans[self._left_plan] = "\n".join(sorted(left))
 
     def _take_over(self, memory: BucketMemory) -> None:
@@ -296,7 +296,7 @@ class after(Wrapper):  # noqa: N801
         is_compiling = torch.compiler.is_compiling()
         # Compiled code then keeps adding zeros, so that its graph never changes.
         if left and (is_compiling or self._left_plan not in memory.folded):
-            memory.fold_shards(left.split("\n"))
+            memory.fold_segments(left.split("\n"))
             if not is_compiling:
                 memory.folded.add(self._left_plan)
 

@@ -192,7 +192,7 @@ class _Quorum:
             )
         memory = self._handle._attached.memory
         if (rank, size) != (memory.rank, memory.world_size):
-            # Other ranks have other shards: old shards' errors are added to their parameters'.
+            # Other ranks have other segments: old segments' errors are added to their parameters'.
             state = self._state()
             self.group.place = memory.rank, memory.world_size = rank, size
             self._go_on_from(state)

@@ -20,6 +20,7 @@ from torch_commhook.collectives.gloo_groups import group_name
 from torch_commhook.memory.states import FOLDED_INTO, ParameterStore, add_to_error
 from torch_commhook.memory.watches import Replays
 from torch_commhook.metrics import CallMeter
+from torch_commhook.wording import keep_old_method
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -108,9 +109,9 @@ class BucketMemory:
         meter: measures the cost of messages.
         scratch: memory that buckets share.
         past: whether each requested number of steps has been done.
-        shards: by its name in ``tensors``, each shard's kind, first element, and end.
-        factors: the factors of :meth:`shard`, by shard.
-        folded: marks that :meth:`fold_shards` need not run again, by a caller's name.
+        segments: by its name in ``tensors``, each segment's kind, first element, and end.
+        factors: the factors of :meth:`segment`, by segment.
+        folded: marks that :meth:`fold_segments` need not run again, by a caller's name.
         choices: numbers that were chosen for the bucket, by name; see :meth:`set_choice`.
     """
 
@@ -150,7 +151,7 @@ class BucketMemory:
         self.scratch = owner.scratch
         self.choices: dict[str, int] = {}
         self.places: list[int] = []
-        self.shards: dict[str, tuple[str, tuple[int, int]]] = {}
+        self.segments: dict[str, tuple[str, tuple[int, int]]] = {}
         self.factors: dict[str, int] = {}
         self.folded: set[str] = set()
 
@@ -193,7 +194,7 @@ class BucketMemory:
                 self._store.move_piece(parameter, name, piece)
         return flat
 
-    def shard(self, kind: str, begin: int, end: int, factor: int) -> str:
+    def segment(self, kind: str, begin: int, end: int, factor: int) -> str:
         """Create a tensor of ``error_dtype`` for the elements ``[begin, end)``; at first zeros.
 
         When another rank owns these elements, their values times ``factor`` are added to
@@ -204,30 +205,30 @@ class BucketMemory:
             Its name in ``tensors``: one for each place of a kind.
         """
         place = begin, end
-        for name, (known, where) in self.shards.items():
+        for name, (known, where) in self.segments.items():
             if known == kind and where == place:
                 return name
-        others = sum(known == kind for known, _ in self.shards.values())
+        others = sum(known == kind for known, _ in self.segments.values())
         name = f"{kind} {others + 1}" if others else kind
         self.tensors[name] = torch.zeros(end - begin, dtype=self.error_dtype, device=self.device)
-        self.shards[name] = kind, place
+        self.segments[name] = kind, place
         self.factors[name] = factor
-        self._restore_shard(name, kind)
+        self._restore_segment(name, kind)
         return name
 
-    def fold_shards(self, names: Sequence[str]) -> None:
-        """Add the contents of shards to ``flat("error")``, and set the shards to zeros."""
+    def fold_segments(self, names: Sequence[str]) -> None:
+        """Add the contents of segments to ``flat("error")``, and set the segments to zeros."""
         for name in names:
-            kind, (begin, end) = self.shards[name]
-            shard = self.tensors[name]
-            add_to_error(self.tensors[FOLDED_INTO[kind]][begin:end], shard, self.factors[name])
-            shard.zero_()
+            kind, (begin, end) = self.segments[name]
+            segment = self.tensors[name]
+            add_to_error(self.tensors[FOLDED_INTO[kind]][begin:end], segment, self.factors[name])
+            segment.zero_()
 
-    def fold_all_shards(self) -> None:
-        """Run :meth:`fold_shards` for all shards, also of its parts."""
-        self.fold_shards(list(self.shards))
+    def fold_all_segments(self) -> None:
+        """Run :meth:`fold_segments` for all segments, also of its parts."""
+        self.fold_segments(list(self.segments))
         for part in self.parts.values():
-            part.fold_all_shards()
+            part.fold_all_segments()
 
     def locate_error(self, number: int) -> tuple[Tensor, int, float] | None:
         """Locate a parameter's error memory: a flat tensor, the offset in it, its decay.
@@ -405,9 +406,9 @@ class BucketMemory:
             for rounding in memory.roundings.values():
                 rounding[:, 1] += 1
 
-    def shard_pieces(self, name: str) -> list[tuple[Tensor, int, int, int]]:
-        """Each parameter of a shard, its first element there, the shard's, and their number."""
-        _, (begin, end) = self.shards[name]
+    def segment_pieces(self, name: str) -> list[tuple[Tensor, int, int, int]]:
+        """Each parameter of a segment, its first element there, the segment's, and their number."""
+        _, (begin, end) = self.segments[name]
         found = []
         offsets, lengths = self.layout.offsets, self.layout.lengths
         for parameter, offset, length in zip(self.parameters, offsets, lengths, strict=True):
@@ -416,48 +417,53 @@ class BucketMemory:
                 found.append((parameter, first - offset, first - begin, last - first))
         return found
 
-    def add_shards_to(self, own: dict[str, dict[str, Tensor]], name_of: Mapping[int, str]) -> None:
-        """Add its own shards, without those of its parts, to this rank's tensors of a state.
+    def add_segments_to(
+        self, own: dict[str, dict[str, Tensor]], name_of: Mapping[int, str]
+    ) -> None:
+        """Add its own segments, without those of its parts, to this rank's tensors of a state.
 
         Args:
             own: flat tensors by kind and parameter name. Missing ones are created as zeros, so that
                 a state's contents do not depend on the buckets.
             name_of: the parameters' names, by id.
         """
-        for name, (kind, _) in self.shards.items():
+        for name, (kind, _) in self.segments.items():
             whole = own.setdefault(kind, {})
             for parameter in self.parameters:
                 if name_of[id(parameter)] not in whole:
                     whole[name_of[id(parameter)]] = torch.zeros(
                         parameter.numel(), dtype=self.error_dtype, device=parameter.device
                     )
-            for parameter, first, start, count in self.shard_pieces(name):
+            for parameter, first, start, count in self.segment_pieces(name):
                 flat = whole[name_of[id(parameter)]]
                 flat[first : first + count] += self.tensors[name][start : start + count]
 
-    def return_shards(self) -> None:
-        """Move the contents of all shards, also of its parts, to the parameters' memory."""
-        for name, (kind, _) in self.shards.items():
-            shard = self.tensors[name]
-            for parameter, first, start, count in self.shard_pieces(name):
-                lost = shard[start : start + count]
+    def return_segments(self) -> None:
+        """Move the contents of all segments, also of its parts, to the parameters' memory."""
+        for name, (kind, _) in self.segments.items():
+            segment = self.tensors[name]
+            for parameter, first, start, count in self.segment_pieces(name):
+                lost = segment[start : start + count]
                 self._store.add_lost(parameter, kind, lost, self.factors[name], begin=first)
-        self.shards.clear()
+        self.segments.clear()
         for part in self.parts.values():
-            part.return_shards()
+            part.return_segments()
 
-    def _restore_shard(self, name: str, kind: str) -> None:
-        """Load a new shard from a loaded state, and the rest into the parameters' memory."""
-        for parameter, first, start, count in self.shard_pieces(name):
-            loaded = self._store.loaded_shards.get(parameter, {}).get(kind)
+    def _restore_segment(self, name: str, kind: str) -> None:
+        """Load a new segment from a loaded state, and the rest into the parameters' memory."""
+        for parameter, first, start, count in self.segment_pieces(name):
+            loaded = self._store.loaded_segments.get(parameter, {}).get(kind)
             if loaded is not None:
                 part = loaded[first : first + count]
                 write_saturated(self.tensors[name][start : start + count], part)
                 part.zero_()
         for parameter in self.parameters:
-            loaded = self._store.loaded_shards.get(parameter, {}).pop(kind, None)
+            loaded = self._store.loaded_segments.get(parameter, {}).pop(kind, None)
             if loaded is not None:
                 self._store.add_lost(parameter, kind, loaded, self.factors[name])
+
+
+keep_old_method(BucketMemory, "shard", "segment")
 
 
 # ---- a bucket that carries its hook's memory -----------------------------------------------------

@@ -4,9 +4,9 @@ A hook requests its memory in ``Hook.prepare``, outside compilers, when buckets 
 ``average`` it finds the memory by name. Tensors in a dict are graph inputs, and numbers in a dict
 are guards. Memory is flat for each bucket, and each parameter has a view of it. Buckets are rebuilt
 after a model's first step, and may differ when training resumes from a checkpoint: a bucket that is
-formed anew copies its parameters' views. When a shard moves to another rank, its old owner adds
-the shard's error, times the world size, to its own error memory. The library counts a step when all
-ranks have agreed on it. Compiled backward passes count in an operator, with their bytes.
+formed anew copies its parameters' views. When a segment moves to another rank, its old owner adds
+the segment's error, times the world size, to its own error memory. The library counts a step when
+all ranks have agreed on it. Compiled backward passes count in an operator, with their bytes.
 
 Errors are in units of the scale that a ``GradScaler`` had when they were written. If the scale
 changes, the hook multiplies its errors before the first bucket of a step, in eager mode when a
@@ -129,7 +129,7 @@ class HookMemory(ModelMemory):
     def change_ranks(self, rank: int, world_size: int, *, averaged: int) -> None:
         """Continue among other ranks. The mean of all ranks' unsent errors stays the same.
 
-        The contents of shards are this rank's to send. Buckets must be requested again.
+        The contents of segments are this rank's to send. Buckets must be requested again.
 
         Args:
             rank: this process's new rank.
@@ -166,7 +166,7 @@ class HookMemory(ModelMemory):
         if self.before_change is not None:
             self.before_change()
         for first, memory in replaced:
-            memory.return_shards()
+            memory.return_segments()
             del self._buckets[first]
 
     # ---- buckets ---------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ class HookMemory(ModelMemory):
             self.replays.prepare(parameters[0].device)
             memory = self._new_bucket_memory(parameters, index)
             prepare(memory)
-            self.store.add_loaded_shards_to_errors(parameters, self.world_size)
+            self.store.add_loaded_segments_to_errors(parameters, self.world_size)
         self._buckets[parameters[0]] = memory
         self.is_empty = self.is_empty and memory.is_empty and not self.past
         return memory
@@ -254,7 +254,7 @@ class HookMemory(ModelMemory):
         factor = scale / self.scale
         self.store.rescale_errors(factor)
         for memory in self._memories_and_parts():
-            for name in memory.shards:
+            for name in memory.segments:
                 multiply_error(memory.tensors[name], factor)
         self._set_scale(scale)
 
@@ -302,7 +302,7 @@ class HookMemory(ModelMemory):
         )
         name_of = {id(parameter): name for name, parameter in self.store.named_parameters()}
         for memory in self._memories_and_parts():
-            memory.add_shards_to(own, name_of)
+            memory.add_segments_to(own, name_of)
         for kind, tensors in own.items():
             if kind == ERROR or kind in FOLDED_INTO:
                 for tensor in tensors.values():
@@ -332,8 +332,10 @@ class HookMemory(ModelMemory):
     def _remembered(self) -> Remembered:
         return Remembered(
             own=self.store.kinds_of_pieces(),
-            shards={
-                kind for memory in self._memories_and_parts() for kind, _ in memory.shards.values()
+            segments={
+                kind
+                for memory in self._memories_and_parts()
+                for kind, _ in memory.segments.values()
             },
             shared=self.store.by_name(self.store.shared),
             choices=self.store.allowed_choices,

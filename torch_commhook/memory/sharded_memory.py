@@ -140,7 +140,7 @@ class WholeGradientMemory(HookMemory):
     def check_state(self, state: Any) -> dict[str, Any]:
         remembered = Remembered(
             own=self.store.kinds_of_pieces(),
-            shards=set(),
+            segments=set(),
             shared={},
             choices=self.store.allowed_choices,
         )

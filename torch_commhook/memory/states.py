@@ -125,7 +125,7 @@ MOMENTUM = "local_sgd_momentum"
 ERROR = "error"
 
 #: Memories of a part of the elements, and the kind to which they are added when another rank owns
-#: that part.
+#: that part. States name the error of a segment's sum by the older word "shard".
 FOLDED_INTO = {"shard_error": ERROR, "node_error": ERROR, "node_shard_error": ERROR}
 
 #: The numbers of a position with fragments, and the smallest value of each.
@@ -147,13 +147,13 @@ class Remembered(NamedTuple):
 
     Attributes:
         own: kinds of tensors of each rank's own, with a parameter's shape.
-        shards: kinds of tensors for a part of the elements.
+        segments: kinds of tensors for a part of the elements.
         shared: tensors that are equal on all ranks, by kind and parameter name.
         choices: by kind, the numbers that may have been chosen.
     """
 
     own: Set[str]
-    shards: Set[str]
+    segments: Set[str]
     shared: Mapping[str, Mapping[str, Tensor]]
     choices: Mapping[str, Sequence[int]]
 
@@ -197,7 +197,7 @@ def checked_state(
     check_common(state, "its ", load_error, by_name)
     folded = {kind for kind, into in FOLDED_INTO.items() if into in remembered.own}
     for kind in own:
-        if kind not in remembered.own | remembered.shards | folded:
+        if kind not in remembered.own | remembered.segments | folded:
             raise load_error(
                 f"it has {shown(kind)}, which the attached hook does not remember; attach a "
                 "hook like the one that the state is of"
@@ -375,7 +375,7 @@ def load_error(what: str) -> ValueError:
 _T = TypeVar("_T")
 
 #: The attributes that are tables by parameter and kind.
-_TABLES = ("pieces", "shared", "loaded_shards", "choices")
+_TABLES = ("pieces", "shared", "loaded_segments", "choices")
 
 
 class ParameterStore:
@@ -386,8 +386,8 @@ class ParameterStore:
     Attributes:
         pieces: a parameter's piece of its bucket's tensor; this rank's own.
         shared: a parameter's own tensor, equal on all ranks, or None.
-        loaded_shards: loaded shards, before there are buckets: flat, one element for each of the
-            parameter's.
+        loaded_segments: loaded segments, before there are buckets: flat, one element for each of
+            the parameter's.
         choices: the number that was chosen for the parameter's bucket.
         allowed_choices: by kind, the numbers that may be chosen for a bucket.
         deciding_choices: the kinds whose number decides on the hook's memory.
@@ -397,7 +397,7 @@ class ParameterStore:
         self._names: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
         self.pieces: MutableMapping[Tensor, dict[str, Tensor]] = WeakIdKeyDictionary()
         self.shared: MutableMapping[Tensor, dict[str, Tensor | None]] = WeakIdKeyDictionary()
-        self.loaded_shards: MutableMapping[Tensor, dict[str, Tensor]] = WeakIdKeyDictionary()
+        self.loaded_segments: MutableMapping[Tensor, dict[str, Tensor]] = WeakIdKeyDictionary()
         self.choices: MutableMapping[Tensor, dict[str, int]] = WeakIdKeyDictionary()
         self.allowed_choices: dict[str, tuple[int, ...]] = {}
         self.deciding_choices: set[str] = set()
@@ -462,7 +462,7 @@ class ParameterStore:
     def add_lost(
         self, parameter: Tensor, kind: str, lost: Tensor, factor: int, *, begin: int = 0
     ) -> None:
-        """Add a shard's errors of a parameter to the parameter's error memory, if there is one.
+        """Add a segment's errors of a parameter to the parameter's error memory, if there is one.
 
         Args:
             lost: the errors, flat, in a bucket's order.
@@ -475,18 +475,18 @@ class ParameterStore:
             add_to_error(flat[begin : begin + len(lost)], lost, factor)
 
     def rescale_errors(self, factor: float) -> None:
-        """Multiply all errors, except those in shards."""
+        """Multiply all errors, except those in segments."""
         for pieces in self.pieces.values():
             if ERROR in pieces:
                 multiply_error(pieces[ERROR], factor)
-        for loaded in self.loaded_shards.values():
-            for shard in loaded.values():
-                multiply_error(shard, factor)
+        for loaded in self.loaded_segments.values():
+            for segment in loaded.values():
+                multiply_error(segment, factor)
 
-    def add_loaded_shards_to_errors(self, parameters: Sequence[Tensor], world_size: int) -> None:
-        """Add loaded shards to the parameters' errors, if the hook has no such shards."""
+    def add_loaded_segments_to_errors(self, parameters: Sequence[Tensor], world_size: int) -> None:
+        """Add loaded segments to the parameters' errors, if the hook has no such segments."""
         for parameter in parameters:
-            for kind, loaded in self.loaded_shards.pop(parameter, {}).items():
+            for kind, loaded in self.loaded_segments.pop(parameter, {}).items():
                 factor = 1 if kind == "node_error" else world_size
                 self.add_lost(parameter, kind, loaded, factor)
 
@@ -514,7 +514,7 @@ class ParameterStore:
         """Replace the memory by copies of a state's values, by kind and parameter name.
 
         Args:
-            own: this rank's pieces and shards.
+            own: this rank's pieces and segments.
             shared: tensors that are equal on all ranks.
             choices: chosen numbers.
         """
@@ -526,7 +526,7 @@ class ParameterStore:
                 self.choices.setdefault(by_name[name], {})[kind] = number
         for is_own, kinds in ((True, own), (False, shared)):
             for kind, tensors in kinds.items():
-                own_table = self.loaded_shards if kind in FOLDED_INTO else self.pieces
+                own_table = self.loaded_segments if kind in FOLDED_INTO else self.pieces
                 values: MutableMapping[Tensor, Any] = own_table if is_own else self.shared
                 for name, tensor in tensors.items():
                     parameter, dtype = by_name[name], torch.float32 if is_own else tensor.dtype

@@ -134,13 +134,13 @@ def encoded_sum(codec: Any, elements: int, ranks: int, group: str) -> tuple[floa
         return _added_up(_call(group, "all_gather_single", ranks, codec.nbytes(elements)))
     if codec.exchange == "all_reduce":
         return _added_up(_call(group, "allreduce", ranks, codec.nbytes(elements)))
-    sizes = [shard.nbytes for shard in codec.shards(elements, ranks)]
+    sizes = [segment.nbytes for segment in codec.segments(elements, ranks)]
     issued = (
         _call(group, "all_to_all_single", ranks, sum(sizes), sizes),
-        # Shards are padded to the longest.
+        # Segments are padded to the longest.
         _call(group, "all_gather_single", ranks, max(sizes)),
     )
-    # The rank with the smallest shard sends the most.
+    # The rank with the smallest segment sends the most.
     return sum(sizes) - min(sizes) + issued[1].traffic.carried, issued
 
 

@@ -309,12 +309,12 @@ class CompressedProcessGroup(WrapperProcessGroup):
         if not is_wide:
             return FollowedWork(self._call(operation, [values], as_sum(options)), write_back)
         wire[numel:].zero_()
-        shards = torch.empty_like(wire)
+        segments = torch.empty_like(wire)
         # The caller may wait at once: the second collective must not wait for a hook's next bucket.
         second = SecondStages()
-        with on_side_stream(wire.device, self._stream, [wire, shards]), issuing_later(second):
+        with on_side_stream(wire.device, self._stream, [wire, segments]), issuing_later(second):
             timeout = timeout_of(options)
-            future = wide_all_reduce(wire, numel, shards, group=self.parent, timeout=timeout)
+            future = wide_all_reduce(wire, numel, segments, group=self.parent, timeout=timeout)
         second.issue()
         return FollowedWork(_C.as_work(future), write_back)
 
@@ -345,12 +345,12 @@ class CompressedProcessGroup(WrapperProcessGroup):
             return FollowedWork(work, write_results)
         own = sizes[self.rank()]
         wire = self._rounded([tensor for part in parts for tensor in part], dtype=dtype)
-        shards = wire.new_empty(ranks, own)
+        chunks = wire.new_empty(ranks, own)
         received = all_to_all(
             wire,
             input_split_sizes=sizes,
             output_split_sizes=[own] * ranks,
-            out=shards.view(-1),
+            out=chunks.view(-1),
             group=self.parent,
             timeout=timeout_of(options),
         )
@@ -358,9 +358,9 @@ class CompressedProcessGroup(WrapperProcessGroup):
         def write_back() -> list[Tensor]:
             with torch.no_grad():
                 if len(outputs) == 1:
-                    sum_rows(shards, outputs[0].detach().view(-1)).mul_(factor)
+                    sum_rows(chunks, outputs[0].detach().view(-1)).mul_(factor)
                 else:
-                    sums = sum_rows(shards, shards.new_empty(own, dtype=torch.float32))
+                    sums = sum_rows(chunks, chunks.new_empty(own, dtype=torch.float32))
                     unflatten_into(sums, outputs, scale=factor)
             return list(outputs)
 
@@ -612,7 +612,7 @@ def _listed(values: Any) -> list[Any]:
 def all_reduce_bytes(codec: Codec, numel: int, ranks: int) -> float:
     """The number of bytes that each rank sends for a sum, on average."""
     if codec.exchange == "all_to_all":
-        sizes = [shard.nbytes for shard in codec.shards(numel, ranks)]
+        sizes = [segment.nbytes for segment in codec.segments(numel, ranks)]
         return (sum(sizes) / ranks + max(sizes)) * (ranks - 1)
     nbytes = codec.nbytes(numel)
     if codec.exchange == "all_gather":
