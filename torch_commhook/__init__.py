@@ -18,6 +18,11 @@ from torch_commhook.native import bucket_ops as _bucket_ops  # noqa: F401
 from torch_commhook import autograd, codecs, collectives, hooks, process_group, testing
 from torch_commhook.attachment.attaching import attach
 from torch_commhook.attachment.handle import HookHandle
+from torch_commhook.attachment.replicas import (
+    ReplicasDifferError,
+    ReplicaWatch,
+    watch_replicas,
+)
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.buckets.layout import BucketLayout
 from torch_commhook.elastic.membership import LeftOutError, TooFewRanksError
@@ -52,6 +57,8 @@ __all__ = [
     "NativeLibraryError",
     "PeerError",
     "ProcessGroup",
+    "ReplicaWatch",
+    "ReplicasDifferError",
     "TooFewRanksError",
     "Work",
     "attach",
@@ -71,4 +78,5 @@ __all__ = [
     "run_hook",
     "testing",
     "traceable",
+    "watch_replicas",
 ]

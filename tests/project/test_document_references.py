@@ -269,7 +269,11 @@ INTEGRATIONS = ROOT / "torch_commhook" / "integrations"
 WITHOUT_DOCSTRING = {"torch_commhook.codecs.CODECS", "torch_commhook.process_group.HookOpName"}
 
 #: Classes whose objects the library makes.
-WITHOUT_ARGUMENTS = {"torch_commhook.HookHandle", "torch_commhook.autograd.RemovableHandle"}
+WITHOUT_ARGUMENTS = {
+    "torch_commhook.HookHandle",
+    "torch_commhook.ReplicaWatch",
+    "torch_commhook.autograd.RemovableHandle",
+}
 
 
 def _names_of_the_examples() -> dict[str, Any]:

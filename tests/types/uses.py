@@ -26,6 +26,7 @@ from torch_commhook import (
     load_cpp_hooks,
     reshard_states,
     run_hook,
+    watch_replicas,
 )
 from torch_commhook.hooks import Hook, compressed, error_feedback
 from torch_commhook.testing import run_ranks
@@ -170,6 +171,8 @@ def more(bucket: GradBucket, group: dist.ProcessGroup) -> torch.futures.Future[T
     check_hook(hook)
     broadcast_coalesced(group, [torch.ones(2)], 1 << 20, rank=0)
     reshard_states([{}], 2)
+    with watch_replicas(nn.Linear(2, 2), every=10, on_difference="warn", buffers=True) as watch:
+        watch.check()
     return run_hook(hook, None, bucket)
 
 

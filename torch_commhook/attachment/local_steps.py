@@ -199,7 +199,9 @@ class LocalSteps:
         else:
             self._count()
 
-    def after_optimizer_step(self, parameters: frozenset[int]) -> None:
+    def after_optimizer_step(
+        self, optimizer: torch.optim.Optimizer, parameters: frozenset[int]
+    ) -> None:
         """Run the exchange that is due, once all models have counted the step."""
         if self._is_counted and not self._ids().isdisjoint(parameters):
             self._take_turn()

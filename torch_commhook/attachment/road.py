@@ -292,6 +292,8 @@ _MOST_FRAMES = 16
 
 _handles: list[RemovableHandle] = []
 _counting_handles: list[RemovableHandle] = []
+#: What counts optimizers' steps beside attached hooks, with the methods of LocalSteps for it.
+_watches: list[Any] = []
 
 
 class _Begun(threading.local):
@@ -321,6 +323,11 @@ def _local_steps() -> list[Any]:
     return [each.local_steps for _, each in attached_hooks() if each.local_steps is not None]
 
 
+def _counters() -> list[Any]:
+    """What counts the steps of optimizers."""
+    return [*_local_steps(), *_watches]
+
+
 def watch_optimizers(attached: Attached) -> None:
     """Watch the optimizers of an attached hook's parameters; local steps count their steps.
 
@@ -337,6 +344,10 @@ def watch_optimizers(attached: Attached) -> None:
         return
     atexit.unregister(_at_exit)
     atexit.register(_at_exit)
+    _count_steps()
+
+
+def _count_steps() -> None:
     if not _counting_handles:
         # Compilers must not trace when a rank sends messages.
         before, after = map(torch.compiler.disable, (_before_step, _after_step))
@@ -344,12 +355,25 @@ def watch_optimizers(attached: Attached) -> None:
         _counting_handles.append(register_optimizer_step_post_hook(after))
 
 
+def add_watch(watch: Any) -> None:
+    """Let a watch count the steps of all optimizers."""
+    _watches.append(watch)
+    _count_steps()
+
+
+def remove_watch(watch: Any) -> None:
+    """Remove a watch that :func:`add_watch` has added, if it is still there."""
+    if watch in _watches:
+        _watches.remove(watch)
+    stop_watching_optimizers()
+
+
 @skip_dynamo
 def stop_watching_optimizers() -> None:
-    """Remove hooks from all optimizers, if no attached hook needs them."""
+    """Remove hooks from all optimizers, if no attached hook or watch needs them."""
     if is_inside(_OPTIMIZER_FILE):
         return  # the garbage collector calls this while an optimizer iterates over its hooks
-    while _counting_handles and not _local_steps():
+    while _counting_handles and not _counters():
         _counting_handles.pop().remove()
     while _handles and not attached_hooks():
         _handles.pop().remove()
@@ -409,7 +433,7 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> frozenset[int]:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     _begun.optimizers.append(weakref.ref(optimizer))
     parameters = _parameters_of(optimizer)
-    for steps in _local_steps():
+    for steps in _counters():
         steps.before_optimizer_step(optimizer, parameters)
 
 
@@ -417,12 +441,12 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     parameters = _parameters_of(optimizer)
     if _is_part_of_a_step(optimizer, parameters):
         return
-    every = _local_steps()
+    every = _counters()
     # A failed exchange must not keep others from counting.
     for steps in every:
         steps.count_optimizer_step(parameters)
     for steps in every:
-        steps.after_optimizer_step(parameters)
+        steps.after_optimizer_step(optimizer, parameters)
 
 
 def _is_part_of_a_step(optimizer: torch.optim.Optimizer, parameters: frozenset[int]) -> bool:
