@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import abc
-import functools
-import inspect
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 
 def pluralize(number: int, noun: str) -> str:
@@ -85,40 +83,6 @@ def _is_inside(file: str) -> bool:
     # an abstract class.
     between = decorators.__file__, abc.ABCMeta.__new__.__code__.co_filename
     return file.startswith(_PACKAGE) or file in between
-
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def renamed_argument(old: str, new: str) -> Callable[[_Function], _Function]:
-    """A decorator: the function also takes an argument by its old name, with a DeprecationWarning.
-
-    A user's function that has only the old name also takes the new one, without a warning.
-    """
-
-    def decorate(function: _Function) -> _Function:
-        is_old = has_only(function, old, new)
-        given, own = (new, old) if is_old else (old, new)
-
-        @functools.wraps(function)
-        def call(*arguments: Any, **named: Any) -> Any:
-            if given in named:
-                if not is_old:
-                    warn_user(
-                        f"{function.__name__}: {old} is deprecated: use {new}", DeprecationWarning
-                    )
-                named[own] = named.pop(given)
-            return function(*arguments, **named)
-
-        return call  # type: ignore[return-value]
-
-    return decorate
-
-
-def has_only(function: Callable[..., Any], old: str, new: str) -> bool:
-    """Whether a function has an argument by its old name only."""
-    names = inspect.signature(function).parameters
-    return old in names and new not in names
 
 
 def keep_old_method(cls: type, old: str, new: str) -> bool:

@@ -26,7 +26,7 @@ SOURCES = Sources()
 
 
 def test_a_layer_uses_those_below_it() -> None:
-    assert SOURCES.layers["codecs"] == {"codecs", "native"}
+    assert SOURCES.layers["codecs"] == {"codecs", "native", "wording"}
     assert {"hooks", "collectives", "codecs"} < SOURCES.layers["attachment"]
     assert "attachment" not in SOURCES.layers["hooks"]
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from torch_commhook.native.bucket_ops import (
     flatten,
     unflatten_into,
 )
-from torch_commhook.wording import has_only, keep_old_method, renamed_argument, warn_user
+from torch_commhook.wording import keep_old_method, warn_user
 
 # ---- checks of the fakes of all codecs' operators ------------------------------------------------
 
@@ -123,6 +124,34 @@ class Segment(NamedTuple):
     nbytes: int
 
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _has_old_argument(method: Callable[..., Any]) -> bool:
+    names = inspect.signature(method).parameters
+    return "shards" in names and "segments" not in names
+
+
+def with_old_argument(method: _Method) -> _Method:
+    """Let a method take ``segments`` by its old name, ``shards``, with a DeprecationWarning.
+
+    A user's method that has only ``shards`` also takes ``segments``, without a warning.
+    """
+    is_old = _has_old_argument(method)
+    other, own = ("segments", "shards") if is_old else ("shards", "segments")
+
+    @functools.wraps(method)
+    def call(*arguments: Any, **named: Any) -> Any:
+        if other in named:
+            if not is_old:
+                what = f"{method.__qualname__}: shards is deprecated: use segments"
+                warn_user(what, DeprecationWarning)
+            named[own] = named.pop(other)
+        return method(*arguments, **named)
+
+    return call  # type: ignore[return-value]
+
+
 class Codec(ABC):
     """The base class of codecs: encodes gradients into a message, and decodes it.
 
@@ -151,8 +180,8 @@ class Codec(ABC):
         is_old = keep_old_method(cls, "shards", "segments")
         for name in ("segments", "encode", "decode"):
             if inspect.isfunction(method := vars(cls).get(name)):
-                is_old |= has_only(method, "shards", "segments")
-                setattr(cls, name, renamed_argument("shards", "segments")(method))
+                is_old |= _has_old_argument(method)
+                setattr(cls, name, with_old_argument(method))
         if is_old:
             what = "the method and the argument shards are deprecated: use segments"
             warn_user(f"{cls.__qualname__}: {what}", DeprecationWarning)
@@ -412,7 +441,7 @@ class Codec(ABC):
             raise ValueError(f"{self}.{method}: rounding must be given, [seed, step], got None")
         return {"rounding": rounding}
 
-    @renamed_argument("shards", "segments")
+    @with_old_argument
     def nbytes(self, numel: int, segments: int = 1) -> int:
         """Return the number of bytes of a message of ``numel`` values."""
         return sum(segment.nbytes for segment in self.segments(numel, segments))

@@ -26,9 +26,10 @@ from torch_commhook.codecs.base import (
     check_setting,
     register_codec,
     text_of,
+    with_old_argument,
 )
 from torch_commhook.native.bucket_ops import check_tensors
-from torch_commhook.wording import keep_old_method, renamed_argument
+from torch_commhook.wording import keep_old_method
 
 # ---- the base ------------------------------------------------------------------------------------
 
@@ -58,7 +59,7 @@ class BlockForm:
     bits: int
     parameters: int
 
-    @renamed_argument("shards", "segments")
+    @with_old_argument
     def segments(self, op: str, numel: int, segments: int) -> list[Segment]:
         """The parts of a message. Each has about equally many whole blocks."""
         _check_segments(op, "segments", segments)
@@ -73,7 +74,7 @@ class BlockForm:
             found.append(Segment(count, self._bytes(count, last - first)))
         return found
 
-    @renamed_argument("shards", "segments")
+    @with_old_argument
     def nbytes(self, numel: int, segments: int = 1) -> int:
         """The number of bytes of a message."""
         size = self.block_size

@@ -38,10 +38,9 @@ from torch_commhook.collectives.traced import traced_all_reduce
 from torch_commhook.metrics import CallMeter, note_collective
 from torch_commhook.native.bucket_ops import check_flat
 from torch_commhook.spans import timed
-from torch_commhook.wording import renamed_argument
+from torch_commhook.wording import warn_user
 
 
-@renamed_argument("shard_error", "sum_error")
 def compressed_all_reduce(
     tensors: Tensor | Sequence[Tensor],
     codec: Codec,
@@ -56,6 +55,7 @@ def compressed_all_reduce(
     meter: CallMeter | None = None,
     group: dist.ProcessGroup | None = None,
     timeout: timedelta | None = None,
+    shard_error: Tensor | None = None,
 ) -> torch.futures.Future[Tensor]:
     """Return a Future of ``scale`` times the sum of tensors over all ranks, sent compressed.
 
@@ -108,6 +108,7 @@ def compressed_all_reduce(
         group: the process group; None for the default one.
         timeout: the timeout of each stage in eager code, on all ranks or on none; None for the
             group's.
+        shard_error: the deprecated name of ``sum_error``.
 
     Returns:
         A Future of ``out``; of its first tensor if it is a list.
@@ -125,6 +126,10 @@ def compressed_all_reduce(
         >>> run_ranks(mean, 2)[0][:4]
         tensor([2., 2., 2., 2.])
     """
+    if shard_error is not None:
+        what = "compressed_all_reduce: shard_error is deprecated: use sum_error"
+        warn_user(what, DeprecationWarning)
+        sum_error = shard_error
     sources = listed_tensors("compressed_all_reduce", "tensors", tensors)
     numel = sum(tensor.numel() for tensor in sources)
     destinations = destinations_for("compressed_all_reduce", out, sources, numel)

@@ -55,7 +55,7 @@ from torch_commhook.collectives.issuing import SECOND, Place, as_bytes, place_in
 from torch_commhook.collectives.plain import all_gather, reduce_scatter, sum_of_shares
 from torch_commhook.metrics import CallMeter, WireMeter, counting, note_collective, tensor_bytes
 from torch_commhook.native import bucket_ops
-from torch_commhook.wording import renamed_argument
+from torch_commhook.wording import warn_user
 
 # ---- determines which ranks share a host ---------------------------------------------------------
 
@@ -243,7 +243,6 @@ def group_over(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGr
 # ---- sums that are exact inside a node and compressed between nodes ------------------------------
 
 
-@renamed_argument("shard_error", "sum_error")
 def hierarchical_all_reduce(
     tensors: Tensor | Sequence[Tensor],
     codec: Codec,
@@ -259,6 +258,7 @@ def hierarchical_all_reduce(
     rounding: Tensor | None = None,
     buffers: MessageBuffers | None = None,
     meter: CallMeter | None = None,
+    shard_error: Tensor | None = None,
 ) -> torch.futures.Future[Tensor]:
     """Return a Future of ``scale`` times the sum over all ranks, sent compressed between nodes.
 
@@ -291,6 +291,7 @@ def hierarchical_all_reduce(
             number of elements.
         sum_error, error_decay, rounding, buffers, meter: as for :func:`compressed_all_reduce`,
             applied to the share.
+        shard_error: the deprecated name of ``sum_error``.
 
     Returns:
         A Future of ``out``; of its first tensor if it is a list.
@@ -311,6 +312,10 @@ def hierarchical_all_reduce(
         >>> run_ranks(total, 4)[0][:4]
         tensor([4., 4., 4., 4.])
     """
+    if shard_error is not None:
+        what = "hierarchical_all_reduce: shard_error is deprecated: use sum_error"
+        warn_user(what, DeprecationWarning)
+        sum_error = shard_error
     sources = listed_tensors("hierarchical_all_reduce", "tensors", tensors)
     intra_groups, inter_group = _checked_groups(intra_group, inter_group)
     numel = sum(tensor.numel() for tensor in sources)
