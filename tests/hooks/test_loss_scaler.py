@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch_commhook import attach, hooks
 from torch_commhook.attachment import road
 from torch_commhook.attachment.elastic import ElasticStep
+from torch_commhook.collectives import gloo_groups
 from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.memory.watches import ScaleJumpDetector
 
@@ -206,7 +207,7 @@ def test_nothing_is_said_of_another_models_scaler(caplog: pytest.LogCaptureFixtu
 
 def test_nobody_looks_for_scalers_once_hooks_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     # Without other tests' hooks.
-    monkeypatch.setattr(road, "roads", WeakKeyDictionary())
+    monkeypatch.setattr(gloo_groups, "_states", WeakKeyDictionary())
     monkeypatch.setattr(road, "_handles", [])
     _, handle = attached("module", parse_hook("error_feedback(sign())"))
     assert road._handles

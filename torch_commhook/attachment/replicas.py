@@ -365,14 +365,12 @@ class ReplicaWatch:
 def _broadcast(value: Any, source: int, group: dist.ProcessGroup) -> Any:
     """A plain value of one rank, on all."""
     device = distributed_c10d._get_object_coll_device(group)
-    data = packed(value) if group.rank() == source else torch.empty(0, dtype=torch.uint8)
-    length = torch.tensor([data.numel()], dtype=torch.int64, device=device)
+    sent = packed(value).to(device) if group.rank() == source else None
+    numel = 0 if sent is None else sent.numel()
+    length = torch.tensor([numel], dtype=torch.int64, device=device)
     dist.broadcast(length, group=group, group_src=source)
-    sent = (
-        data.to(device)
-        if group.rank() == source
-        else torch.empty(int(length), dtype=torch.uint8, device=device)
-    )
+    if sent is None:
+        sent = torch.empty(int(length), dtype=torch.uint8, device=device)
     dist.broadcast(sent, group=group, group_src=source)
     return unpacked(sent.cpu())
 
