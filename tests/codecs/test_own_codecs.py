@@ -179,6 +179,23 @@ def test_a_codec_that_defines_segments_by_their_old_name() -> None:
         assert older().segments(512, 2) == codecs.blockwise().segments(512, 2)
 
 
+def test_a_codec_that_reduces_segments_by_the_old_name() -> None:
+    called: list[int] = []
+    with pytest.warns(DeprecationWarning, match="old: .* use reduce_segments"):
+
+        class old(codecs.blockwise):  # noqa: N801
+            def reduce_shards(self, messages: Any, message: Any, numel: int, **more: Any) -> None:
+                called.append(numel)
+                super().reduce_shards(messages, message, numel, **more)
+
+    codec = old()
+    message, own = (torch.empty(codec.nbytes(512), dtype=torch.uint8) for _ in range(2))
+    codec.encode([torch.arange(512.0)], message)
+    with pytest.warns(DeprecationWarning, match="reduce_shards is deprecated"):
+        codec.reduce_segments([message], own, 512)
+    assert called == [512] and torch.equal(message, own)
+
+
 # ---- a codec in Python alone ---------------------------------------------------------------------
 
 EXAMPLES = ROOT / "examples"

@@ -182,6 +182,9 @@ class Codec(ABC):
             if inspect.isfunction(method := vars(cls).get(name)):
                 is_old |= _has_old_argument(method)
                 setattr(cls, name, with_old_argument(method))
+        if keep_old_method(cls, "reduce_shards", "reduce_segments"):
+            what = "the method reduce_shards is deprecated: use reduce_segments"
+            warn_user(f"{cls.__qualname__}: {what}", DeprecationWarning)
         if is_old:
             what = "the method and the argument shards are deprecated: use segments"
             warn_user(f"{cls.__qualname__}: {what}", DeprecationWarning)

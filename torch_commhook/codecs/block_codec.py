@@ -295,9 +295,6 @@ class BlockCodec(Codec):
         return text_of(type(self), self._settings)
 
 
-keep_old_method(BlockCodec, "reduce_shards", "reduce_segments")
-
-
 # ---- fakes ---------------------------------------------------------------------------------------
 
 
