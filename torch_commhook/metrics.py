@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import operator
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -436,60 +434,6 @@ def _sum(a: int | None, b: int | None, times: int = 1) -> int | None:
     return None if a is None or b is None else a + times * b
 
 
-class TracedSteps:
-    """Counts steps in compiled code, where a plain number would be a constant."""
-
-    def __init__(self) -> None:
-        self.steps = torch.zeros((), dtype=torch.int64, device="cpu")
-        self.buckets: list[BucketTraffic] = []
-
-    def add(self, buckets: list[BucketTraffic]) -> None:
-        """Count one step; traced."""
-        self.steps.add_(1)
-        self.buckets = buckets
-
-    def move_to(self, stats: HookStats) -> None:
-        """Move the counts since the last call into ``stats``."""
-        steps = int(self.steps)
-        if steps:
-            for index, traffic in enumerate(self.buckets):
-                count = len(self.buckets)
-                count_bucket(stats, index, count, traffic, first=index == 0, steps=steps)
-            self.steps.zero_()
-
-
-def as_text(buckets: Sequence[BucketTraffic]) -> str:
-    """Return a step's traffic as text, for operators and :func:`from_text`."""
-    return ";".join(
-        f"{_number(one.numel)},{str(one.dtype).removeprefix('torch.')},"
-        f"{_number(one.bytes_sent)},{_number(one.bytes_received)}"
-        for one in buckets
-    )
-
-
-def _number(value: int | None) -> str:
-    # With dynamic shapes a compiler replaces numbers by variables, which have no text.
-    return str(None if value is None else operator.index(value))
-
-
-@lru_cache(maxsize=256)
-def from_text(text: str) -> tuple[BucketTraffic, ...]:
-    """Return the argument of :func:`as_text`.
-
-    Raises:
-        ValueError: the text has another form.
-    """
-    found = []
-    for one in text.split(";"):
-        numel, dtype, *counts = one.split(",") if one.count(",") == 3 else ("", "")
-        kind = getattr(torch, dtype, None)
-        if not isinstance(kind, torch.dtype):
-            raise ValueError(f"from_text: text must be what as_text gives, got {one!r}")
-        sent, received = (None if count == "None" else int(count) for count in counts)
-        found.append(BucketTraffic(int(numel), kind, sent, received))
-    return tuple(found)
-
-
 @dataclass(slots=True, eq=False)
 class WireMeter:
     """Counts the bytes of one call of a hook, while :func:`counting` installs it on this thread.
@@ -523,25 +467,6 @@ def counting(meter: WireMeter) -> setting[WireMeter]:
     return setting(_meter, meter)
 
 
-@dataclass(slots=True, eq=False)
-class TracedMeter(WireMeter):
-    """Records collectives while a compiler traces; thread-local state does not work there.
-
-    Compiled code guards its contents: they must be equal before and after a hook, and it records
-    nothing outside a hook.
-    """
-
-    active: bool = False
-
-    def reset(self) -> None:
-        """Stop recording, and forget the records."""
-        self.collectives = self.bytes_sent = self.bytes_received = 0
-        self.active = False
-
-
-TRACED_METER = TracedMeter()
-
-
 def note_collective(bytes_sent: int, bytes_received: int | None = None) -> None:
     """Report a collective to this thread's meter, if there is one.
 
@@ -549,8 +474,6 @@ def note_collective(bytes_sent: int, bytes_received: int | None = None) -> None:
     """
     received = bytes_sent if bytes_received is None else bytes_received
     if torch.compiler.is_compiling():
-        if TRACED_METER.active:
-            TRACED_METER.add(bytes_sent, received)
         return
     meter = _meter.value
     if meter is not None:

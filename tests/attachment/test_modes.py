@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from mode_cases import (
-    BUCKET_CAP_MB,
     MODES,
     TRACED_MODES,
     CastInTwoStages,
@@ -27,9 +26,8 @@ from rank_pool import RankPool
 from torch import nn
 from torch._dynamo.utils import counters
 
-from torch_commhook import GradBucket, attach, collectives, hooks, traceable
+from torch_commhook import GradBucket, attach, collectives, hooks
 from torch_commhook.codecs import CODECS
-from torch_commhook.hooks.base import is_traceable
 from torch_commhook.hooks.expressions import parse_hook
 
 STEPS = 3
@@ -49,7 +47,6 @@ class Object:
         return collectives.all_reduce(bucket.buffer() / 2, group=bucket.process_group()).wait()
 
 
-@traceable
 def traced(state: object, bucket: GradBucket) -> torch.Tensor:
     group = bucket.process_group()
     return collectives.all_reduce(bucket.buffer() / group.size(), group=group).wait()
@@ -123,7 +120,6 @@ def _train(rank: int, mode: Mode, hook: str) -> dict[str, Any]:
     counters.clear()
     model = mode.wrap(module())
     handle = attach(model, HOOKS[hook][0](), **mode.attach_options)
-    traceable = is_traceable(handle.hook)
     gradients: list[list[torch.Tensor]] = []
     captures: list[int] = []
     with mode.step_function(model) as step:
@@ -141,14 +137,8 @@ def _train(rank: int, mode: Mode, hook: str) -> dict[str, Any]:
     handle.remove()
     return {
         "gradients": gradients,
-        "traceable": traceable,
         "captures": captures,
         "breaks": sum(counters["graph_break"].values()),
-        "own_breaks": sum(
-            count
-            for reason, count in counters["graph_break"].items()
-            if "_finish_untraced" in reason
-        ),
         "buckets": len(stats.buckets),
         "steps": stats.steps,
         "bytes": stats.bytes_sent_last_step,
@@ -201,9 +191,6 @@ def compiled(mode: Mode, hook: str) -> Mode:
 
 
 def runs(mode: Mode, hook: str) -> bool:
-    """A hook that cannot be traced breaks the graph, which fullgraph forbids."""
-    if mode.fullgraph and hook in ("futures", "Future of a Work", "object"):
-        return False
     return ALL or hook in EVERYWHERE or mode in SOMEWHERE
 
 
@@ -255,12 +242,9 @@ def test_every_hook_in_every_mode(
         elif mode.compiles_backward:
             # Forward, backward, and the capture of that.
             assert mode.model == "ddp" or result["captures"][-1] == 3
-            # One, counted for each of the functions that it is nested in.
-            assert (result["own_breaks"] == 0) == result["traceable"]
             # PyTorch's own are those of DDP's forward, and the call of backward() in a function.
             if mode.model != "ddp":
-                own = result["breaks"] - result["own_breaks"]
-                assert own == (mode.runner == "config")
+                assert result["breaks"] == (mode.runner == "config")
 
 
 def _train_apart(rank: int, compiling: int, hook: str) -> list[list[torch.Tensor]]:
@@ -302,7 +286,6 @@ WITH_DYNAMIC_SHAPES = {
     [
         pytest.param(hook, marks=[] if ALL or hook in WITH_DYNAMIC_SHAPES else pytest.mark.long)
         for hook in HOOKS
-        if hook not in ("futures", "Future of a Work", "object")
     ],
 )
 def test_every_hook_with_dynamic_shapes(
@@ -337,28 +320,6 @@ def test_every_clip_of_these_bites(
             norm = torch.cat([gradient.view(-1) for gradient in got]).norm().item()
             assert norm == pytest.approx(0.003, rel=1e-3)
             assert torch.cat([gradient.view(-1) for gradient in whole]).norm() > 2 * norm
-
-
-@pytest.mark.parametrize("hook", ["futures", "object"])
-def test_fullgraph_with_a_hook_that_cannot_be_traced(two_ranks: RankPool, hook: str) -> None:
-    mode = Mode("module", "context", fullgraph=True)
-    assert two_ranks.run(_fullgraph_error, mode, hook) == [True, True]
-
-
-def _fullgraph_error(rank: int, mode: Mode, hook: str) -> bool:
-    torch._dynamo.reset()
-    model = mode.wrap(module())
-    handle = attach(model, HOOKS[hook][0](), bucket_cap_mb=BUCKET_CAP_MB)
-    with mode.step_function(model) as step:
-        with pytest.raises(torch._dynamo.exc.Unsupported, match="_finish_untraced"):
-            step(batch(rank, 0))
-    # The hook still works where it can.
-    model.zero_grad()
-    model(batch(rank, 0)).square().sum().backward()
-    got = [parameter.grad for parameter in model.parameters()]
-    handle.remove()
-    want = _train(rank, Mode("module", "eager"), hook)["gradients"][0]
-    return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 class Normed(nn.Module):

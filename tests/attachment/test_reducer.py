@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from layered_net import BUCKET_CAP_MB, Net, batch, differing, gradients_of
 from mode_cases import compiled_backward
 from on_ranks import of_all_ranks, on_processes, on_ranks
@@ -22,6 +23,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch_commhook import Elastic, GradBucket, attach, hooks
 from torch_commhook.attachment import reducer_road
 from torch_commhook.attachment.handle import HookHandle
+from torch_commhook.collectives.gloo_groups import state_of
+from torch_commhook.process_group import WrapperProcessGroup
 
 NoSync = Callable[[], AbstractContextManager[Any]]
 Scenario = Callable[[nn.Module, NoSync, int], None]
@@ -398,6 +401,8 @@ def test_no_optimizer_steps_before_gradients_are_averaged(road: str, when: str) 
     model, handle = _on_road(inner, "module" if road == "compiled" else road)
     if when == "after":
         step_in_backward()
+    unnamed = WrapperProcessGroup(dist.group.WORLD)  # no compiler can trace one
+    state_of(unnamed)
     before = [each.detach().clone() for each in inner.parameters()]
     message = r"steps inside backward\(\).*HookHandle.register_post_accumulate_hook"
     with pytest.raises(RuntimeError, match=message), compiled_backward(road == "compiled"):

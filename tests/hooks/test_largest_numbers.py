@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch_commhook import attach
 from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.memory.hook_memory import HookMemory
-from torch_commhook.memory.unsent import keep_unsent
+from torch_commhook.memory.unsent import add_unsent_to_errors
 
 LARGEST = torch.finfo(torch.float32).max
 HOOKS = [
@@ -89,7 +89,7 @@ def test_memory_stays_finite_and_training_goes_on(rank: int, hook: str, kind: st
 def test_results_of_unused_parameters_leave_finite_errors() -> None:
     errors = [torch.full((6,), LARGEST)]
     result, used = torch.full((2, 3), LARGEST), torch.zeros(1, dtype=torch.uint8)
-    keep_unsent(errors, [result], [], used, [0, 0, 0, 6, 0, -1])
+    add_unsent_to_errors(errors, [result], [], used, [0, 0, 0, 6, 0, -1])
     assert errors[0].isfinite().all()
 
 

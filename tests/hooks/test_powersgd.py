@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import GradBucket, attach, hooks
 from torch_commhook.buckets.layout import BucketLayout
-from torch_commhook.hooks import low_rank
 from torch_commhook.hooks.low_rank import Plan, orthonormalize
 from torch_commhook.metrics import ring_all_reduce_bytes
 from torch_commhook.testing import run_ranks, simulate
@@ -703,17 +702,3 @@ def test_compiled_without_a_graph_break(rank: int) -> None:
             with compiled_backward(compiled, fullgraph=True):
                 found.append(_train(rank, model, range(3)))
         assert all(map(torch.equal, *found))
-
-
-def test_operators() -> None:
-    plan = Plan.of(BucketLayout([torch.zeros(shape) for shape in SHAPES]), 2, 0, 2.0)
-    sources = [torch.randn(shape) for shape in SHAPES]
-    work, q = torch.zeros(plan.numel), torch.randn(plan.right_numel)
-    check = torch.library.opcheck
-    for adds in (False, True):
-        arguments = (sources, work, q, plan.text, 0.5, adds)
-        check(low_rank.powersgd_left, arguments, test_utils=("test_schema", "test_faketensor"))
-    wire = low_rank.powersgd_left(sources, work, q, plan.text, 0.5, True)
-    check(low_rank.powersgd_right, (work.clone(), wire, plan.text, 0.5, True))
-    left, right = low_rank.powersgd_right(work, wire, plan.text, 0.5, True)
-    check(low_rank.powersgd_restore, (q, work, wire, left, right, plan.text, True))

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from torch_commhook import attach
 from torch_commhook.hooks.expressions import parse_hook
-from torch_commhook.metrics import BucketTraffic, as_text, from_text
 
 
 class TwoWeights(nn.Module):
@@ -183,14 +182,6 @@ def test_traffic_of_compiled_steps_that_differ(rank: int) -> None:
         run.handle.remove()
     assert found[0] == found[1]
     assert found[0][0] == 6
-
-
-def test_traffic_as_text() -> None:
-    buckets = (
-        BucketTraffic(3, torch.bfloat16, 6, None),
-        BucketTraffic(1 << 40, torch.float32, None, 0),
-    )
-    assert from_text(as_text(buckets)) == buckets
 
 
 @MODES

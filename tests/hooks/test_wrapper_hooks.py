@@ -346,7 +346,6 @@ def test_policy_of_complex_gradients() -> None:
 class Unprinted(hooks.Hook):
     """Of one's own, with a ``__repr__`` that nobody has written."""
 
-    _commhook_traceable = True
     takes_error = True
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

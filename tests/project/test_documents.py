@@ -221,17 +221,6 @@ def _exchanges_after(*steps: int) -> Callable[[Names], None]:
     return check
 
 
-def _the_mean_in_each_mode(names: Names) -> None:
-    for model in (_model(), DDP(_model())):
-        attach(model, names["mean"])
-        assert _step(model) == [4.0, 4.0]
-    model = _model()
-    attach(model, names["mean"])
-    compiler = torch.compile(backend="aot_eager", fullgraph=True)
-    with torch._dynamo.compiled_autograd._enable(compiler):
-        assert _step(model) == [4.0, 4.0]
-
-
 def _every_rank_for_itself(names: Names) -> None:
     """``Alone`` divides by the two ranks that it says it has, and adds nothing."""
     group = names["group"]
@@ -297,7 +286,6 @@ AFTER: dict[str, Callable[[Names], None]] = {
     "docs/local_sgd.md 1": _the_rounds_are_counted,
     "docs/local_sgd.md 2": _exchanges_after(15),
     "docs/local_sgd.md 3": _exchanges_after(1, 2),
-    "docs/modes.md 1": _the_mean_in_each_mode,
     "docs/process_groups.md 1": _every_rank_for_itself,
     "docs/process_groups.md 2": _known_to_torch_distributed,
     "docs/process_groups.md 3": _slow_passes_on,

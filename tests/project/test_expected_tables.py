@@ -242,7 +242,6 @@ class TestSchemas(expecttest.TestCase):
         self.assertExpectedInline(
             "\n".join(sorted(schemas)) + "\n",
             """\
-commhook::begin_step(Tensor(a0!) token, str name) -> ()
 commhook::blockwise_decode(Tensor message, Tensor(a!)[] tensors, *, int bits, int block_size, bool symmetric, int shards=1, SymInt[]? sizes=None) -> ()
 commhook::blockwise_decode_sum(Tensor messages, Tensor(a!)[] tensors, *, int bits, int block_size, bool symmetric, float scale=1.) -> ()
 commhook::blockwise_encode(Tensor[] tensors, Tensor(a!) message, *, int bits, int block_size, bool symmetric, int shards=1, SymInt[]? sizes=None, float scale=1., Tensor(b!)? error=None, Tensor? rounding=None) -> ()
@@ -256,10 +255,9 @@ commhook::check_hook_result(Tensor result, Tensor value, str hook) -> ()
 commhook::chunk_topk_decode(Tensor message, Tensor(a!)[] tensors, *, int k, int chunk, int bits) -> ()
 commhook::chunk_topk_decode_sum(Tensor messages, Tensor(a!)[] tensors, *, int k, int chunk, int bits, float scale=1.) -> ()
 commhook::chunk_topk_encode(Tensor[] tensors, Tensor(a!) message, *, int k, int chunk, int bits, float scale=1., Tensor(b!)? error=None, Tensor? rounding=None) -> ()
-commhook::commit_step(Tensor(a0!) used, Tensor[] results, str name) -> ()
-commhook::count_step(Tensor(a0!) token, Tensor[] results, str traffic, str key) -> ()
 commhook::cpu_capability(str? limit=None) -> str
 commhook::decay_error(Tensor(a0!) error, float decay, Tensor? rounding=None) -> ()
+commhook::finish_step(Tensor(a!) token, Tensor(b!)[] gradients, str key) -> ()
 commhook::flatten(Tensor[] tensors, *, float scale=1., ScalarType? dtype=None) -> Tensor
 commhook::flatten.out(Tensor[] tensors, *, float scale=1., Tensor(a!) out) -> Tensor(a!)
 commhook::flatten_stats(Tensor[] tensors, *, float scale=1., ScalarType? dtype=None) -> (Tensor buffer, Tensor sum_of_squares, Tensor nonfinite_count)
@@ -270,17 +268,12 @@ commhook::fp8_encode(Tensor[] tensors, Tensor(a!) message, *, str format, int bl
 commhook::fp8_reduce(Tensor messages, Tensor(a!) message, int numel, *, str format, int block_size, float scale=1., Tensor(b!)? error=None) -> ()
 commhook::fp8_reduce_shards(Tensor[] messages, Tensor(a!) message, int numel, *, str format, int block_size, float scale=1., Tensor(b!)? error=None, Tensor? failed=None) -> ()
 commhook::has_cuda_kernels() -> bool
-commhook::keep_unsent(Tensor(a0!)[] errors, Tensor[] results, Tensor[] gradients, Tensor used, SymInt[] table) -> ()
-commhook::leave_out(Tensor(a0!) used, Tensor touched, SymInt[] missing, bool needs_all, str key) -> ()
 commhook::low_rank_gather_left(Tensor[] gradients, Tensor(a!) matrices, Tensor right, Tensor(b!) left, *, bool adds=False) -> ()
 commhook::low_rank_left(Tensor matrices, Tensor right, Tensor(a!) left) -> ()
 commhook::low_rank_product(Tensor left, Tensor right, Tensor(a!) matrices) -> ()
 commhook::low_rank_right(Tensor matrices, Tensor left, Tensor(a!) right) -> ()
 commhook::low_rank_right_error(Tensor(a!) matrices, Tensor left, Tensor(b!) right) -> ()
 commhook::note_backward(Tensor(a0!) token, str key) -> ()
-commhook::powersgd_left(Tensor[] sources, Tensor(a1!) work, Tensor q, str plan, float scale, bool adds) -> Tensor
-commhook::powersgd_restore(Tensor(a0!) q, Tensor(a1!) work, Tensor wire, Tensor left, Tensor right, str plan, bool keeps_error) -> Tensor
-commhook::powersgd_right(Tensor(a0!) work, Tensor wire, str plan, float scale, bool keeps_error) -> (Tensor, Tensor)
 commhook::randomk_decode(Tensor message, Tensor(a!)[] tensors, Tensor rounding) -> ()
 commhook::randomk_encode(Tensor[] tensors, Tensor(a!) message, Tensor rounding, *, bool unbiased=False, float scale=1., Tensor(b!)? error=None) -> ()
 commhook::sign_decode(Tensor message, Tensor(a!)[] tensors, *, int block_size, int shards=1, SymInt[]? sizes=None) -> ()
@@ -291,17 +284,15 @@ commhook::sign_reduce_shards(Tensor[] messages, Tensor(a!) message, int numel, *
 commhook::start_all_gather(Tensor tensor, SymInt[]? sizes, str group_name, bool is_second, str form) -> Tensor
 commhook::start_all_reduce(Tensor tensor, str group_name, bool is_second) -> Tensor
 commhook::start_all_to_all(Tensor tensor, SymInt[] sends, SymInt[] gets, str group_name, str form) -> Tensor
+commhook::start_bucket(Tensor(a!) token, Tensor[] gradients, int[] missing, int index, str key) -> ()
 commhook::sum_rows(Tensor rows, Tensor(a!) out) -> ()
 commhook::symmetric_barrier(Tensor(a!)[] controls, int rank, *, float timeout) -> ()
 commhook::symmetric_gather(Tensor[] shards, Tensor(a!) message, *, Tensor? failed=None) -> ()
 commhook::topk_decode(Tensor message, Tensor(a!)[] tensors) -> ()
 commhook::topk_decode_sum(Tensor messages, Tensor(a!)[] tensors, *, float scale=1.) -> ()
 commhook::topk_encode(Tensor[] tensors, Tensor(a!) message, *, float scale=1., Tensor(b!)? error=None, Tensor? rounding=None) -> ()
-commhook::total_norm(Tensor[] results) -> Tensor
 commhook::unflatten(Tensor buffer, Tensor[] like, *, float scale=1.) -> Tensor[]
 commhook::unflatten_into(Tensor buffer, Tensor(a!)[] tensors, *, float scale=1.) -> ()
-commhook::without_unused(Tensor result, Tensor used, SymInt[] members, SymInt[] lengths) -> Tensor
-commhook::write_missing(Tensor(a0!) token, Tensor used, Tensor[] gradients, SymInt[] numbers, str key) -> ()
 """,
         )
 
@@ -347,8 +338,8 @@ class TestGraphs(expecttest.TestCase):
             captured(hooks.cast()),
             """\
 graph 0, 1
-    commhook.flatten
-    commhook.unflatten_into
+    commhook.start_bucket
+    commhook.finish_step
 """,
         )
 
@@ -357,14 +348,7 @@ graph 0, 1
             captured(hooks.error_feedback(hooks.blockwise())),
             """\
 graph 0, 1
-    commhook.blockwise_encode
-    commhook.start_all_to_all
-    _c10d_functional.wait_tensor
-    commhook.blockwise_reduce
-    commhook.start_all_gather
-    _c10d_functional.wait_tensor
-    commhook.blockwise_decode
-    commhook.unflatten_into
-    commhook.count_step
+    commhook.start_bucket
+    commhook.finish_step
 """,
         )

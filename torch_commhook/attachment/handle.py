@@ -297,7 +297,6 @@ class HookHandle:
         """Return what the hook has sent since it was attached; see :class:`HookStats`."""
         attached = self._attached
         stats = attached.stats
-        attached.traced_steps.move_to(stats)
         attached.count_replays()
         if attached.has_unseen_traffic:
             forget_bytes(stats)

@@ -356,9 +356,8 @@ class ReducerRoad(Road, Joinable, JoinHook):
             self._seen_in_forward = self._is_notified = False
 
     def _on_captured(self) -> None:
-        """Note that compiled autograd captures a backward; it reports no end."""
+        """Note that compiled autograd captures a backward."""
         self._buffers_changed = self._buffers_changed or self._next_syncs()
-        self._seen_in_forward = self._is_notified = False
 
     @torch.compiler.disable
     def _check_parameters(self) -> None:

@@ -393,8 +393,12 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     looks = not torch.compiler.is_compiling() and any(
         each.lacks_scaler for _, each in attached_hooks()
     )
-    if not in_backward and not (looks and _scaler_calls()):
-        return
+    if in_backward or (looks and _scaler_calls()):
+        _check_owners(optimizer, in_backward)
+
+
+@skip_dynamo
+def _check_owners(optimizer: torch.optim.Optimizer, in_backward: bool) -> None:
     own = [p for group in optimizer.param_groups for p in group["params"]]
     for _, attached in attached_hooks():
         if not attached.memory.store.has_any_of(own):
@@ -412,6 +416,10 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
                 if attached.keeps_error
                 else "it clips by the norm of scaled gradients",
             )
+
+
+# As torch.compiler.disable, without the import of the compiler: it cannot trace groups.
+_check_owners._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def _scaler_calls() -> bool:

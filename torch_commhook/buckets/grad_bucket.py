@@ -262,6 +262,11 @@ class GradBucket:
         with torch.no_grad():
             return bucket_ops.flatten([self.buffer()], scale=scale, dtype=dtype, out=out)
 
+    @property
+    def sources_stay(self) -> bool:
+        """Whether :meth:`sources` stay unchanged until the hook's result is complete."""
+        return True
+
     def sources(self) -> Sequence[Tensor]:
         """Return the gradients for ``flatten``, in the order of the buffer.
 

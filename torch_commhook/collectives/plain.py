@@ -508,7 +508,7 @@ def padded_numel(numel: int, ranks: int) -> int:
 def wide_all_reduce(
     wire: Tensor,
     numel: int,
-    segments: Tensor | None,
+    segments: Tensor,
     *,
     group: dist.ProcessGroup,
     timeout: timedelta | None = None,
@@ -519,18 +519,15 @@ def wide_all_reduce(
     rank sends ``4 (W - 1) / W`` bytes for each element of ``wire``.
 
     Args:
-        wire: flat and contiguous, float16 or bfloat16, with :func:`padded_numel` elements. Written
-            in eager code.
+        wire: flat and contiguous, float16 or bfloat16, with :func:`padded_numel` elements. Written.
         numel: the number of elements of the result; later ones of ``wire`` are padding.
-        segments: memory for as many elements, of the same dtype and device; None while a compiler
-            traces, since it plans memory itself.
+        segments: memory for as many elements, of the same dtype and device.
 
     Returns:
-        A Future of the sum, flat: in eager code a view of ``wire``.
+        A Future of the sum, flat: a view of ``wire``.
     """
     ranks = group.size()
     segment = wire.numel() // ranks
-    is_traced = segments is None  # read once: other threads cannot tell whether a compiler traces
     sums = wire.new_empty(segment)
 
     def add_up(received: Tensor) -> Tensor:
@@ -538,12 +535,10 @@ def wide_all_reduce(
             return sum_rows(received.view(ranks, segment), sums)
 
     def issue_second(tensor: Tensor) -> torch.futures.Future[Tensor]:
-        if is_traced:
-            return traced_all_gather(tensor, group, is_second=True)
         return issue_all_gather(tensor, wire.view(ranks, segment), group, timeout, place=place)
 
     # With a timeout of its own, the second one is no exchange, and has no place.
-    place = None if is_traced or timeout is not None else second_place(group, wire.device)
+    place = None if timeout is not None else second_place(group, wire.device)
     if place is not None:
         # A rank sends its sum after it has received this rank's segment, whose memory takes it.
         place.form = str(wire.dtype)

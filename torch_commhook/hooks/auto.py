@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_commhook import _C
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.codecs.base import CODECS
-from torch_commhook.hooks.base import Hook, HookTraits, is_traceable
+from torch_commhook.hooks.base import Hook, HookTraits
 from torch_commhook.hooks.compressed import check_inner_hook, hook_of_codec
 from torch_commhook.hooks.mean import allreduce, cast
 from torch_commhook.hooks.powersgd import powersgd
@@ -223,7 +223,6 @@ class auto(Hook):  # noqa: N801 (a hook is written as it is called)
         self.traits = replace(
             HookTraits.of_any(self.candidates), settles_buckets=True, chooses=True
         )
-        self._commhook_traceable = all(map(is_traceable, self.candidates))
         self._in_use: list[Hook] = [self._plain]
 
     def hooks_inside(self) -> Sequence[Hook]:
@@ -307,7 +306,7 @@ class auto(Hook):  # noqa: N801 (a hook is written as it is called)
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         memory = self.memory(bucket)
-        if memory.choices[self._kind] == _OPEN and not torch.compiler.is_compiling():
+        if memory.choices[self._kind] == _OPEN:
             owner = memory.owner
             if isinstance(owner, HookMemory) and owner.world_size > 1:
                 self.first_steps(owner).bucket_full(bucket, owner.steps)

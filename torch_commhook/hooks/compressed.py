@@ -60,7 +60,6 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
         (4160, True)
     """
 
-    _commhook_traceable = True
     _lets_stages_wait = True
 
     def __init__(
@@ -108,7 +107,7 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
         """
         if self.process_group is not None or type(group) is dist.ProcessGroup:
             return
-        if torch.compiler.is_compiling() or not self.segments(memory):
+        if not self.segments(memory):
             return
         now = group_rank(group), group.size()
         if now != (memory.rank, memory.world_size):
@@ -369,7 +368,6 @@ class adaptive(Hook):  # noqa: N801 (a hook is written as it is called)
         True
     """
 
-    _commhook_traceable = True
     _lets_stages_wait = True
     traits = HookTraits(is_lossy=True, has_stages=True, keeps_error=True, settles_buckets=True)
 

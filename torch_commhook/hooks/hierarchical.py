@@ -104,8 +104,6 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
         (2, 2)
     """
 
-    _commhook_traceable = True
-
     def __init__(
         self,
         codec: Codec,

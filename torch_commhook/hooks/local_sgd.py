@@ -218,7 +218,6 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
         (2, True)
     """
 
-    _commhook_traceable = True
     traits = HookTraits(keeps_ranks_apart=True)
 
     def __init__(

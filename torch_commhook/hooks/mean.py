@@ -37,7 +37,6 @@ class allreduce(Hook):  # noqa: N801 (a hook is written as it is called)
         ([tensor([2., 2., 2.])], 12)
     """
 
-    _commhook_traceable = True
     _lets_stages_wait = True
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -87,7 +86,6 @@ class cast(Hook):  # noqa: N801
         ([tensor([2., 2., 2.])], 6)
     """
 
-    _commhook_traceable = True
     _lets_stages_wait = True
     #: From so many ranks on it sums in float32.
     _wide_from = LEAST_RANKS
@@ -113,10 +111,8 @@ class cast(Hook):  # noqa: N801
             wire = bucket.flatten(scale=average_scale(group), dtype=self.dtype, out=wire)
         return all_reduce(wire, group=group)
 
-    def _buffer(self, name: str, bucket: GradBucket, numel: int) -> Tensor | None:
-        """Memory that stays from step to step; None for a compiler, which plans memory itself."""
-        if torch.compiler.is_compiling():
-            return None
+    def _buffer(self, name: str, bucket: GradBucket, numel: int) -> Tensor:
+        """Memory that stays from step to step."""
         return self.memory(bucket).buffers.get(name, (numel,), self.dtype, bucket.device())
 
     def _add_in_float32(
@@ -124,16 +120,11 @@ class cast(Hook):  # noqa: N801
     ) -> torch.futures.Future[Tensor]:
         scale, numel = average_scale(group), bucket.numel()
         padded = padded_numel(numel, group.size())
-        if torch.compiler.is_compiling():
-            flat = bucket.flatten(scale=scale, dtype=self.dtype)
-            flat = torch.nn.functional.pad(flat, (0, padded - numel))
-            return wide_all_reduce(flat, numel, None, group=group)
         with on_side_stream(
             bucket.device(), self.memory(bucket).buffers.stream, [bucket.sources()]
         ):
             wire = self._buffer("rounded", bucket, padded)
             segments = self._buffer("received", bucket, padded)
-            assert wire is not None
             with timed(None, "encode"):
                 bucket.flatten(scale=scale, out=wire[:numel])
                 wire[numel:].zero_()

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.buckets.layout import BucketLayout
 from torch_commhook.codecs.base import CODECS
-from torch_commhook.collectives.futures import TracedFuture, completed, then_all
-from torch_commhook.hooks.base import Hook, HookTraits, is_traceable, result_tensor
+from torch_commhook.collectives.futures import completed, then_all
+from torch_commhook.hooks.base import Hook, HookTraits, result_tensor
 from torch_commhook.hooks.compressed import check_inner_hook, hook_of_codec
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.hooks.wrappers import error_feedback
@@ -94,7 +94,6 @@ class policy(Hook):  # noqa: N801 (a hook is written as it is called)
         self.default = _checked_hook("default", default)
         self._hooks = [*(hook for _, hook in self.rules), self.default]
         self.traits = replace(HookTraits.of_any(self._hooks), splits_buckets=True)
-        self._commhook_traceable = all(map(is_traceable, self._hooks))
 
     def hooks_inside(self) -> Sequence[Hook]:
         return self._hooks
@@ -156,8 +155,6 @@ class policy(Hook):  # noqa: N801 (a hook is written as it is called)
                     _write(value.view(-1), [pieces[i] for i in places])
             return result
 
-        if torch.compiler.is_compiling():
-            return _TracedParts(futures, write)
         return then_all(futures, write, bucket.device())
 
     def step_counted(self, memory: HookMemory) -> None:
@@ -170,18 +167,6 @@ class policy(Hook):  # noqa: N801 (a hook is written as it is called)
         if not self._has_default_hook:
             said.append(f"{'default=' if self._has_default_rules else ''}{self.default}")
         return f"policy({', '.join(said)})"
-
-
-class _TracedParts(TracedFuture):
-    """Several traced Futures as one."""
-
-    def __init__(self, futures: list[Any], write: Callable[[list[Tensor]], Tensor]) -> None:
-        super().__init__(lambda: write([future.wait() for future in futures]))
-        self._futures = futures
-
-    def start_next(self) -> None:
-        for future in self._futures:
-            future.start_next()
 
 
 class _Part(BucketWithMemory):
@@ -235,10 +220,9 @@ class _Part(BucketWithMemory):
     ) -> Tensor:
         if dtype is None and out is None:
             dtype = self._part_dtype
-            if not torch.compiler.is_compiling():
-                assert self.memory is not None
-                buffers, shape = self.memory.buffers, (self.numel(),)
-                out = buffers.get("gathered", shape, dtype, self.device())
+            assert self.memory is not None
+            buffers, shape = self.memory.buffers, (self.numel(),)
+            out = buffers.get("gathered", shape, dtype, self.device())
         with torch.no_grad():
             if self._part_dtype.is_complex:  # the operators do not support it
                 flat = torch.cat([gradient.reshape(-1) for gradient in self._gradients], out=out)
@@ -268,11 +252,7 @@ def _pieces(layout: BucketLayout, flat: Tensor) -> list[Tensor]:
 
 
 def _as_future(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if torch.compiler.is_compiling():
-        return TracedFuture(lambda: value)
-    return completed(value)
+    return completed(value) if isinstance(value, Tensor) else value
 
 
 def _meets(condition: str, name: str | None, parameter: Tensor) -> bool:

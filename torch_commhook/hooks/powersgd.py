@@ -14,7 +14,6 @@ from torch_commhook.codecs.base import decay_error, decays_at_random
 from torch_commhook.collectives.futures import is_capturing, on_side_stream, two_stages
 from torch_commhook.collectives.issuing import issue_all_reduce, second_place
 from torch_commhook.collectives.plain import all_reduce, all_reduce_bytes
-from torch_commhook.collectives.traced import traced_all_reduce
 from torch_commhook.hooks.base import Hook, HookTraits, average_scale, check_dense
 from torch_commhook.hooks.low_rank import (
     Plan,
@@ -22,9 +21,6 @@ from torch_commhook.hooks.low_rank import (
     left_factors,
     memory_order,
     plan_of,
-    powersgd_left,
-    powersgd_restore,
-    powersgd_right,
     restore,
     right_factors,
 )
@@ -85,7 +81,6 @@ class powersgd(Hook):  # noqa: N801 (a hook is written as it is called)
         (512, True)
     """
 
-    _commhook_traceable = True
     _lets_stages_wait = True
     traits = HookTraits(is_lossy=True, takes_error=True, has_stages=True)
 
@@ -153,8 +148,6 @@ class powersgd(Hook):  # noqa: N801 (a hook is written as it is called)
         check_dense(self, bucket)
         group = self.group(bucket)
         call = _LowRankAverage(self, bucket, group)
-        if call.is_traced:
-            return call.start(bucket, group)
         used = (bucket.sources(), call.q, call.error)
         with on_side_stream(call.device, call.memory.buffers.stream, used):
             return call.start(bucket, group)
@@ -204,29 +197,22 @@ class _LowRankAverage:
         self.numel = bucket.numel()
         self.dtype = _dtype(bucket.dtype())
         self.device = bucket.device()
-        # Read once: later stages run in other threads, which cannot tell whether a compiler traces.
-        self.is_traced = torch.compiler.is_compiling()
-        measures = not (self.is_traced or is_capturing(self.device))
-        self.meter: CallMeter | None = self.memory.meter if measures else None
+        self.sources_stay = bucket.sources_stay
+        self.meter: CallMeter | None = None if is_capturing(self.device) else self.memory.meter
 
     def start(self, bucket: GradBucket, group: dist.ProcessGroup) -> torch.futures.Future[Tensor]:
         if not self.has_matrices:
             return self._average_vectors(bucket, group)
         with torch.no_grad(), timed(self.meter, "encode"):
             wire = self._left_factors(bucket)
-        if not self.is_traced:
-            self.result = self._result(bucket)
+        self.result = self._result(bucket)
         # The second average sends as many numbers as Q has.
         second_bytes = all_reduce_bytes(self.q, group)
         place = second_place(group, self.device)
         return two_stages(
             all_reduce(wire, group=group),
             self._right_factors,
-            lambda tensor: (
-                traced_all_reduce(tensor, group, is_second=True)
-                if self.is_traced
-                else issue_all_reduce(tensor, group, place=place)
-            ),
+            lambda tensor: issue_all_reduce(tensor, group, place=place),
             self._restore,
             has_place=place is not None,
             second_bytes=second_bytes,
@@ -236,14 +222,12 @@ class _LowRankAverage:
         )
 
     def _buffer(self, name: str, numel: int) -> Tensor:
-        if self.is_traced:  # the compiler plans memory itself
-            return torch.empty(numel, dtype=self.dtype, device=self.device)
         return self.memory.buffers.get(name, (numel,), self.dtype, self.device)
 
     def _average_vectors(
         self, bucket: GradBucket, group: dist.ProcessGroup
     ) -> torch.futures.Future[Tensor]:
-        out = None if self.is_traced else self._buffer("result", self.numel)
+        out = self._buffer("result", self.numel)
         wire = bucket.flatten(scale=self.scale, dtype=self.dtype, out=out)
         if self.error is not None:  # another hook's earlier errors
             with torch.no_grad():
@@ -253,7 +237,7 @@ class _LowRankAverage:
 
     def _work(self) -> Tensor:
         """Memory for the gradients plus errors, until new errors are known."""
-        if self.error is None or self.error.dtype != torch.bfloat16 or self.is_traced:
+        if self.error is None or self.error.dtype != torch.bfloat16:
             return self._buffer("work", self.numel)
         # Not kept for the bucket: it would double the memory of the errors.
         if self.device.type != "cpu":  # the device's allocator reuses memory by stream
@@ -266,18 +250,12 @@ class _LowRankAverage:
         flat = flat_source(sources)
         if error is not None and error.dtype == self.dtype:
             self.work = error
-        elif error is None and flat is not None and flat.dtype == self.dtype and not self.is_traced:
-            self.work = flat  # unchanged until the result is complete
+        elif error is None and flat is not None and flat.dtype == self.dtype and self.sources_stay:
+            self.work = flat
         else:
             self.work = self._work()
             if error is not None:
                 self.work.copy_(error)
-        wire: Tensor
-        if self.is_traced:
-            wire = powersgd_left(
-                list(sources), self.work, self.q, self.text, self.scale, self.keeps_error
-            )
-            return wire
         plan = plan_of(self.text)
         wire = self._buffer("wire", plan.wire_numel)
         left_factors(
@@ -287,11 +265,7 @@ class _LowRankAverage:
 
     def _right_factors(self, wire: Tensor) -> Tensor:
         self.wire = wire
-        right: Tensor
         settings: Any = {"scale": self.scale, "keeps_error": self.keeps_error}
-        if self.is_traced:
-            self.left, right = powersgd_right(self.work, wire, self.text, **settings)
-            return right
         plan = plan_of(self.text)
         with timed(self.meter, "encode"):
             self.left = self._buffer("left", plan.left_numel)
@@ -313,14 +287,10 @@ class _LowRankAverage:
         return (work - product).clamp(min=0.0), work
 
     def _restore(self, right: Tensor) -> Tensor:
-        result: Tensor
         factors = self.q, self.work, self.wire, self.left, right
-        if self.is_traced:
-            result = powersgd_restore(*factors, self.text, self.keeps_error)
-        else:
-            result, plan = self.result, plan_of(self.text)
-            with timed(self.meter, "decode"):
-                restore(*factors, plan, result, keeps_error=self.keeps_error)
+        result, plan = self.result, plan_of(self.text)
+        with timed(self.meter, "decode"):
+            restore(*factors, plan, result, keeps_error=self.keeps_error)
         if self.error is not None and self.error is not self.work:
             if self.error.dtype == torch.bfloat16:
                 most = torch.finfo(torch.bfloat16).max

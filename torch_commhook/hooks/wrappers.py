@@ -12,20 +12,18 @@ from torch import Tensor
 from torch_commhook import _C
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.codecs.base import ERROR_DTYPES, check_decay
-from torch_commhook.hooks.base import Hook, HookTraits, is_traceable, step_scale_of
+from torch_commhook.hooks.base import Hook, HookTraits, step_scale_of
 from torch_commhook.hooks.compressed import check_inner_hook
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory.bucket_memory import BucketMemory, ShardedBucket
 from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.memory.watches import cannot_be_captured
-from torch_commhook.native.bucket_ops import GRADIENT_DTYPES, check_dense, flatten_stats
+from torch_commhook.native.bucket_ops import flatten_stats
 from torch_commhook.wording import check_type
 
 
 class Wrapper(Hook):
     """A hook around another hook, which does the work."""
-
-    _commhook_traceable = True
 
     def __init__(self, hook: Hook) -> None:
         super().__init__()
@@ -33,7 +31,6 @@ class Wrapper(Hook):
         self.hook = hook
         self.traits = HookTraits.of_any([hook])
         self.error_dtype, self.error_decay = hook.error_dtype, hook.error_decay
-        self._commhook_traceable = is_traceable(hook)
 
     def _check_inside(self, name: str, hook: Hook) -> None:
         check_inner_hook(f"{type(self).__name__}: {name}", hook)
@@ -245,7 +242,6 @@ class after(Wrapper):  # noqa: N801
         either = HookTraits.of_any([hook, self.before])
         self.traits = replace(either, takes_error=hook.takes_error)
         self._left_plan = f"left by {self.before} for {self.hook}"
-        self._commhook_traceable = is_traceable(hook) and is_traceable(self.before)
 
     def hooks_inside(self) -> Sequence[Hook]:
         return (self.hook, self.before)
@@ -293,12 +289,9 @@ class after(Wrapper):  # noqa: N801
     def _take_over(self, memory: BucketMemory) -> None:
         """Let ``hook`` send the errors of ``before``, if ``hook`` has no memory of its own."""
         left = memory.plans[self._left_plan]
-        is_compiling = torch.compiler.is_compiling()
-        # Compiled code then keeps adding zeros, so that its graph never changes.
-        if left and (is_compiling or self._left_plan not in memory.folded):
+        if left and self._left_plan not in memory.folded:
             memory.fold_segments(left.split("\n"))
-            if not is_compiling:
-                memory.folded.add(self._left_plan)
+            memory.folded.add(self._left_plan)
 
     def check_capture(self, memory: BucketMemory) -> None:
         if not memory.past.get(self.step):
@@ -384,7 +377,7 @@ class clip(Wrapper):  # noqa: N801
         past: Mapping[int, bool],
         loss_scale: Tensor | None = None,
     ) -> Tensor | None:
-        norm = (total_norm if torch.compiler.is_compiling() else _total_norm)(list(results))
+        norm = _total_norm(list(results))
         if loss_scale is not None:
             norm = norm / loss_scale.to(norm.device, norm.dtype)
         wide = any(result.dtype in (torch.float64, torch.complex128) for result in results)
@@ -446,23 +439,3 @@ def _batches(results: list[Tensor]) -> Iterator[list[Tensor]]:
             batch.append(piece)
             room -= piece.numel()
     yield batch
-
-
-@torch.library.custom_op("commhook::total_norm", mutates_args=())
-def total_norm(results: list[Tensor]) -> Tensor:
-    """Return the norm of dense results together; an operator. float64, 0-dimensional.
-
-    Args:
-        results: dense tensors of gradients' dtypes.
-
-    Raises:
-        TypeError, ValueError: ``results`` is empty, or has other tensors.
-    """
-    if not results:
-        raise ValueError("total_norm: results must hold at least one tensor, got none")
-    for i, result in enumerate(results):
-        check_dense("total_norm", f"results[{i}]", result, GRADIENT_DTYPES)
-    return _total_norm(results)
-
-
-total_norm.register_fake(lambda results: results[0].new_empty((), dtype=torch.float64))

@@ -1,12 +1,11 @@
 """A hook's memory: what it keeps from step to step.
 
-A hook requests its memory in ``Hook.prepare``, outside compilers, when buckets are formed. In
-``average`` it finds the memory by name. Tensors in a dict are graph inputs, and numbers in a dict
-are guards. Memory is flat for each bucket, and each parameter has a view of it. Buckets are rebuilt
+A hook requests its memory in ``Hook.prepare``, when buckets are formed. In ``average`` it finds the
+memory by name. It is flat for each bucket, and each parameter has a view of it. Buckets are rebuilt
 after a model's first step, and may differ when training resumes from a checkpoint: a bucket that is
 formed anew copies its parameters' views. When a segment moves to another rank, its old owner adds
 the segment's error, times the world size, to its own error memory. The library counts a step when
-all ranks have agreed on it. Compiled backward passes count in an operator, with their bytes.
+all ranks have agreed on it.
 
 Errors are in units of the scale that a ``GradScaler`` had when they were written. If the scale
 changes, the hook multiplies its errors before the first bucket of a step, in eager mode when a

@@ -12,14 +12,6 @@ import torch
 from torch import Tensor
 
 from torch_commhook.memory.bucket_memory import BucketMemory
-from torch_commhook.native.bucket_ops import (
-    BUCKET_DTYPES,
-    GRADIENT_DTYPES,
-    check_dense,
-    check_flat,
-    check_used,
-    span_of,
-)
 
 _ROW = 6
 _NOTHING = -1
@@ -45,7 +37,7 @@ class BucketResult(NamedTuple):
 def make_unsent_table(
     bucket_results: Sequence[BucketResult],
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[int]]:
-    """The arguments of :func:`keep_unsent`.
+    """The arguments of :func:`add_unsent_to_errors`.
 
     Returns:
         Flat tensors of errors; results and gradients with parameters' shapes; and rows of ``_ROW``
@@ -119,61 +111,6 @@ def add_unsent_to_errors(
         own.add_(flat.nan_to_num_(0.0, 0.0, 0.0)).nan_to_num_()  # the sum may overflow
 
 
-@torch.library.custom_op("commhook::keep_unsent", mutates_args=("errors",))
-def keep_unsent(
-    errors: list[Tensor],
-    results: list[Tensor],
-    gradients: list[Tensor],
-    used: Tensor,
-    table: list[int],
-) -> None:
-    """Run :func:`add_unsent_to_errors` as an operator, for compilers.
-
-    It checks its arguments, because anyone may call it.
-
-    Raises:
-        TypeError, ValueError: a tensor is of another kind, or the table does not fit.
-    """
-    op = "keep_unsent"
-    check_used(op, used, table[::_ROW], "parameters in table")
-    for i, error in enumerate(errors):
-        check_flat(op, f"errors[{i}]", error, (torch.float32, torch.bfloat16))
-    for name, tensors in (("results", results), ("gradients", gradients)):
-        for i, tensor in enumerate(tensors):
-            check_dense(op, f"{name}[{i}]", tensor, BUCKET_DTYPES)
-    if len(table) % _ROW:
-        raise ValueError(
-            f"{op}: table must hold rows of {_ROW} numbers, got {len(table)} numbers in all"
-        )
-    for start in range(0, len(table), _ROW):
-        _, which, begin, length, source, gradient = row = table[start : start + _ROW]
-        if not (
-            0 <= which < len(errors)
-            and 0 <= begin <= begin + length <= len(errors[which])
-            and 0 <= source < len(results)
-            and length == results[source].numel() == (span_of(results[source]) if length else 0)
-            and (
-                gradient == _NOTHING
-                or (
-                    0 <= gradient < len(gradients)
-                    and gradients[gradient].shape == results[source].shape
-                )
-            )
-        ):
-            raise ValueError(
-                f"{op}: table must hold rows of a parameter, of its error, where that begins, its "
-                f"elements, as many as its result has without gaps, its result, and its gradient "
-                f"of the same shape or {_NOTHING}, got {list(row)}"
-            )
-    add_unsent_to_errors(errors, results, gradients, used, table)
-
-
-@keep_unsent.register_fake
-def _keep_unsent_fake(*arguments: object) -> None:
-    return None
-
-
-@torch.library.custom_op("commhook::without_unused", mutates_args=())
 def without_unused(
     result: Tensor, used: Tensor, members: Sequence[int], lengths: Sequence[int]
 ) -> Tensor:
@@ -184,31 +121,10 @@ def without_unused(
         used: for each parameter of the model, whether any rank has used it.
         members: the numbers of the bucket's parameters.
         lengths: the number of elements of each.
-
-    Raises:
-        TypeError, ValueError: a tensor is of another kind, or lengths do not fit.
     """
-    op = "without_unused"
-    check_flat(op, "result", result, GRADIENT_DTYPES)
-    is_used = check_used(op, used, members, "members")
-    if (
-        len(lengths) != len(members)
-        or any(length < 0 for length in lengths)
-        or sum(lengths) != len(result)
-    ):
-        raise ValueError(
-            f"{op}: lengths must be a number for each of {len(members)} members, and add up to the "
-            f"{len(result)} elements of result, got {list(lengths)}"
-        )
+    is_used = used.tolist()
     copied = result.clone()
     for number, piece in zip(members, copied.split(list(lengths)), strict=True):
         if not is_used[number]:
             piece.zero_()
     return copied
-
-
-@without_unused.register_fake
-def _without_unused_fake(
-    result: Tensor, used: Tensor, members: Sequence[int], lengths: Sequence[int]
-) -> Tensor:
-    return torch.empty_like(result)

@@ -110,7 +110,7 @@ class ScaleJumpDetector:
     @torch.no_grad()
     def look(self, bucket: GradBucket) -> None:
         """Look at a bucket of this rank's gradients, before a hook averages it."""
-        if torch.compiler.is_compiling() or self._has_warned or bucket.index() != 0:
+        if self._has_warned or bucket.index() != 0:
             return
         sample = bucket.sample(_SAMPLE)
         if sample is None:

@@ -32,6 +32,8 @@ class BucketState:
         in_own_dtype: whether the gradients have the parameters' dtype.
         is_apart: whether gradients that are views must stay unchanged until the result is known.
         native: in eager code, the gradients on their way to a hook and back.
+        given: the gradients of compiled code, in their places, while it runs a hook; None in eager
+            code. They are written instead of the parameters'.
         memory: the hook's memory of the bucket, for a hook of the library.
     """
 
@@ -66,6 +68,7 @@ class BucketState:
         self.pending = len(self.parameters)
         self.arrived: list[Tensor | None] = [None] * len(self.parameters)
         self.is_apart = False
+        self.given: list[Tensor | None] | None = None
         if not torch.compiler.is_dynamo_compiling():
             self.native.drop_gradients()
 
@@ -90,6 +93,13 @@ class BucketState:
                 for gradient, parameter in zip(gradients, self.parameters, strict=True)
             ]
         return gradients  # type: ignore[return-value]
+
+    def largest_gradient(self) -> Tensor | None:
+        """The gradient of the largest parameter."""
+        if self.given is None:
+            return self.largest.grad
+        place = next(i for i, each in enumerate(self.parameters) if each is self.largest)
+        return self.given[place]
 
     def left_from_before(self) -> list[Tensor | None]:
         """For each parameter without a gradient in this backward, that of an earlier one."""
@@ -131,20 +141,32 @@ class BucketState:
 
     def write(self, result: Tensor, scale: float) -> None:
         """Write a result into the gradients of all parameters, scaled and cast."""
+        if self.given is not None and not self.sparse:
+            self._write_into(self.given, result, scale)
+            return
         if not (self.in_own_dtype or self.sparse):
             destinations(self.parameters)  # C++ would make missing ones in the parameters' dtype
         self.native.write(result, scale)
 
-    def write_traced(self, result: Tensor) -> None:
-        """Copy a result into the gradients that have arrived, with a cast."""
-        parameters: list[Any] = self.arrived
-        with torch.no_grad():
-            if self.sparse:
-                parameters[0].grad = result
-            elif result.is_complex():
-                torch._foreach_copy_(destinations(parameters), self.layout.views(result))
+    @torch.no_grad()
+    def _write_into(self, gradients: list[Any], result: Tensor, scale: float) -> None:
+        if result.is_complex():
+            torch._foreach_copy_(gradients, [piece * scale for piece in self.layout.views(result)])
+        else:
+            bucket_ops.unflatten_into(result, self.layout._permute(gradients), scale=scale)
+
+    @torch.no_grad()
+    def write_given(self, pieces: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
+        """Write the given gradients. Returns the numbers and the pieces of the others."""
+        assert self.given is not None
+        left: tuple[list[int], list[Tensor]] = [], []
+        for number, gradient, piece in zip(self.members, self.given, pieces, strict=True):
+            if gradient is None:
+                left[0].append(number)
+                left[1].append(piece)
             else:
-                bucket_ops.unflatten_into(result, self.layout._permute(destinations(parameters)))
+                gradient.copy_(piece)
+        return left
 
 
 class _BucketOfState(BucketWithMemory):
@@ -241,10 +263,14 @@ class ReducerBucket(_BucketOfState):
         is_there = state.as_views and not state.is_apart
         return self.buffer() if is_there else super().result_buffer()
 
+    @property
+    def sources_stay(self) -> bool:
+        return self._gathered or self._state.given is None  # compiled code reuses memory
+
     def sample(self, most: int) -> Tensor | None:
         if self._gathered:
             return super().sample(most)
-        gradient = self._state.largest.grad
+        gradient = self._state.largest_gradient()
         return None if gradient is None else evenly_spaced(gradient, most)
 
     def _gradients_as_they_lie(self) -> Sequence[Tensor]:
@@ -262,7 +288,7 @@ class ReducerBucket(_BucketOfState):
 
 
 class TracedBucket(_BucketOfState):
-    """One of the reducer's buckets while a compiler traces."""
+    """One of the reducer's buckets while a compiler traces: with the averages, for hooks."""
 
     def __init__(
         self,
@@ -285,11 +311,6 @@ class TracedBucket(_BucketOfState):
 
     def _gradients_as_they_lie(self) -> Sequence[Tensor]:
         return self._gradients
-
-    def _flatten(self, scale: float, dtype: torch.dtype | None, out: Tensor | None) -> Tensor:
-        ordered = self._state.layout._permute(self._gradients)
-        with torch.no_grad():
-            return bucket_ops.flatten(ordered, scale=scale, dtype=dtype, out=out)
 
 
 def destinations(parameters: Sequence[Tensor]) -> list[Tensor]:

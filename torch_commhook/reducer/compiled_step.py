@@ -1,34 +1,38 @@
 """A backward of our reducer under compiled autograd: what the compiler calls, and what it traces.
 
-Python may still run a part of it, as in eager code: everything if nothing compiles the captured
-backward, and the rest after a graph break. A hook that is not marked as traceable runs after the
-compiled part: the last parameter's hook calls it through a disabled function. This costs one graph
-break, and no code of the library is compiled piecewise on its own (``skip_dynamo``).
+A hook is two operators in the compiled code: one starts it on a bucket, and one waits for all of
+its results and writes them. Both run the code of an eager step (:class:`GraphStep`), so nothing of
+a hook, of its memory or of its collectives is traced. Operators find their reducer by its key. They
+write to a tensor that outlives the step: this keeps their order, and compilers remove work without
+a visible effect. Python may still run a part of a backward, as in eager code: everything if nothing
+compiles it, and the rest after a graph break. It then calls the same operators.
+
+Operators take no sparse gradients. With these, the hook runs after the compiled part: the last
+parameter's hook calls it through a disabled function. This costs one graph break, and no code of
+the library is compiled piecewise on its own (``skip_dynamo``).
 """
 
 from __future__ import annotations
 
-import logging
+import operator
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from copy import copy
+from typing import Any
 
 import torch
-import torch._logging
+import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.external_utils import call_hook
 
-from torch_commhook.buckets.grad_bucket import GradBucket, hook_on_bucket, scaled_result
-from torch_commhook.collectives import TracedFuture
-from torch_commhook.memory.unsent import keep_unsent
-from torch_commhook.metrics import TRACED_METER, as_text, from_text
-from torch_commhook.native.bucket_ops import check_flat, check_used
+from torch_commhook.buckets.grad_bucket import hook_on_bucket
+from torch_commhook.collectives.futures import has_streams
 from torch_commhook.native.runtime import skip_dynamo
-from torch_commhook.reducer.buckets import BucketState, TracedBucket, destinations
+from torch_commhook.reducer.buckets import BucketState, ReducerBucket, TracedBucket
 from torch_commhook.reducer.eager_step import EagerStep
-from torch_commhook.reducer.parameters import ReducerState, missing_in, needs_all
-from torch_commhook.step.attached_hook import Attached, HookCall
-from torch_commhook.step.step_group import StepGroup, found_by, parameters_changed
+from torch_commhook.reducer.parameters import ReducerState
+from torch_commhook.step.attached_hook import Attached
+from torch_commhook.step.step_group import found_by
 
 # ---- the reducer's interface to compiled autograd ------------------------------------------------
 
@@ -58,44 +62,7 @@ def expected_hooks(key: str) -> int:
     return 0
 
 
-def start_traced(attached: Attached, bucket: GradBucket, where: str) -> HookCall:
-    """Start a hook while a compiler traces; as :meth:`Attached.start`.
-
-    Raises:
-        TypeError: the hook returned neither a Future nor a tensor.
-    """
-    hook = attached.hook
-    local = attached.bucket_hooks.before(bucket, where)
-    TRACED_METER.active = True
-    try:
-        dtype = hook.result_dtype(bucket)
-        result: Any = hook.average(bucket)
-        traffic = TRACED_METER.traffic(bucket.numel(), bucket.dtype())
-    finally:
-        TRACED_METER.reset()
-    if isinstance(result, Tensor):
-        future = TracedFuture(lambda: result)
-    elif isinstance(result, TracedFuture):
-        future = result
-    else:
-        raise TypeError(
-            f"{where}: a traced hook must return a tensor, or the result of a function in "
-            f"torch_commhook.collectives, got {type(result).__qualname__}"
-        )
-    return HookCall(bucket, future, dtype, where, traffic, local)
-
-
-# ---- operators that must run once a step ---------------------------------------------------------
-#
-# Work that must happen once a step, compiled or not, is in operators that write to a tensor that
-# outlives the step: compilers remove work without a visible effect.
-
-
-def _group(op: str, name: str) -> StepGroup:
-    group = found_by(name)
-    if not isinstance(group, StepGroup):
-        raise ValueError(f"{op}: name must be that of a group that steps run over, got {name!r}")
-    return group
+# ---- operators -----------------------------------------------------------------------------------
 
 
 def _reducer(op: str, key: str) -> ReducerState:
@@ -105,63 +72,38 @@ def _reducer(op: str, key: str) -> ReducerState:
     return reducer
 
 
-@torch.library.custom_op("commhook::begin_step", mutates_args=("token",))
-def begin_step(token: Tensor, name: str) -> None:
-    """Run :meth:`StepGroup.begin` of the named group."""
-    _group("begin_step", name).begin()
-
-
-@torch.library.custom_op("commhook::leave_out", mutates_args=("used",))
-def leave_out(used: Tensor, touched: Tensor, missing: list[int], needs_all: bool, key: str) -> None:
-    """Run :meth:`ReducerParameters.leave_out` of the reducer with a key.
-
-    It reads the flags when the step runs, so that other flags need no other code.
+def start_bucket(
+    token: Tensor, gradients: list[Tensor], missing: list[int], index: int, key: str
+) -> None:
+    """Start the hook on a bucket: :meth:`ReducerState.start_in_graph`.
 
     Args:
-        used: one flag for each parameter, uint8. Written.
-        touched: as :attr:`ReducerParameters.touched`; a compiler knows the flags by it.
-        missing: the numbers of parameters.
-        needs_all: whether an unused parameter is an error.
+        token: the reducer's. Orders the operators.
+        gradients: those of the bucket's parameters that have one, in the order of the parameters.
+        missing: the places of the others in the bucket, ascending.
+        index: the bucket's number. A step starts its buckets in order.
         key: the reducer's key.
 
     Raises:
-        TypeError, ValueError: tensors or numbers do not fit the reducer's parameters.
-        RuntimeError: a parameter is not used, and ``needs_all`` is True.
+        ValueError: the arguments do not fit the reducer.
+        Exception: the hook raised it.
     """
-    reducer = _reducer("leave_out", key)
-    check_used("leave_out", used, missing, "missing")
-    check_flat("leave_out", "touched", touched, (torch.uint8,))
-    count = len(reducer.parameters)
-    if not len(used) == len(touched) == count:
-        raise ValueError(
-            f"leave_out: used and touched must have {count} elements, got {len(used)} and "
-            f"{len(touched)}"
-        )
-    reducer.parameters.leave_out(used, touched, missing, needs_all=needs_all)
+    _reducer("start_bucket", key).start_in_graph(index, gradients, missing)
 
 
-@torch.library.custom_op("commhook::commit_step", mutates_args=("used",))
-def commit_step(used: Tensor, results: list[Tensor], name: str) -> None:
-    """Run :meth:`StepGroup.commit` of the named group, once ``results`` are known."""
-    group = _group("commit_step", name)
-    check_flat("commit_step", "used", used, (torch.uint8,))
-    group.commit(used)
+def finish_step(token: Tensor, gradients: list[Tensor], key: str) -> None:
+    """Finish a step, and write its results: :meth:`ReducerState.finish_in_graph`.
 
+    Args:
+        token, key: as for :func:`start_bucket`.
+        gradients: those of all buckets. Written.
 
-@torch.library.custom_op("commhook::count_step", mutates_args=("token",))
-def count_step(token: Tensor, results: list[Tensor], traffic: str, key: str) -> None:
-    """Run :meth:`HookMemory.count_step` of the attached hook, once ``results`` are known.
-
-    The traffic is this code's, in the form of :func:`torch_commhook.metrics.as_text`. If a hook's
-    traffic changes from step to step, the code changes with it.
+    Raises:
+        ValueError: the arguments do not fit the reducer.
+        RuntimeError: not all buckets have been started; or another rank failed.
+        Exception: the hook raised it.
     """
-    reducer = _reducer("count_step", key)
-    attached = reducer.attached
-    if attached is not None:
-        buckets = from_text(traffic)
-        attached.memory.count_step()
-        for index, bucket in enumerate(buckets):
-            attached.count_bucket(index, len(buckets), bucket, first=index == 0)
+    _reducer("finish_step", key).finish_in_graph(gradients)
 
 
 @torch.library.custom_op("commhook::note_backward", mutates_args=("token",))
@@ -172,164 +114,160 @@ def note_backward(token: Tensor, key: str) -> None:
         attached.local_steps.note_backward()
 
 
-@torch.library.custom_op("commhook::write_missing", mutates_args=("token",))
-def write_missing(
-    token: Tensor, used: Tensor, gradients: list[Tensor], numbers: list[int], key: str
-) -> None:
-    """Run :meth:`ReducerParameters.write_missing`.
-
-    Whether a parameter without a gradient gets one depends on the other ranks, which no compiler
-    can know. The compiled graph does not use these parameters, so the write may happen unseen.
-
-    Raises:
-        TypeError, ValueError: gradients or numbers do not fit the reducer's parameters.
-    """
-    parameters = _reducer("write_missing", key).parameters
-    check_used("write_missing", used, numbers, "numbers")
-    parameters.check_gradients("write_missing", numbers, gradients)
-    parameters.write_missing(numbers, gradients, used)
-
-
 def _nothing(*arguments: Any) -> None:
     """The operators' fake: they write to existing tensors, and return nothing."""
 
 
-for _operator in (begin_step, leave_out, commit_step, count_step, note_backward, write_missing):
-    _operator.register_fake(_nothing)
+# Not custom_op(): its checks take a microsecond for each gradient.
+_library = torch.library.Library("commhook", "FRAGMENT")
+_library.define(
+    "start_bucket(Tensor(a!) token, Tensor[] gradients, int[] missing, int index, str key) -> ()"
+)
+_library.define("finish_step(Tensor(a!) token, Tensor(b!)[] gradients, str key) -> ()")
+for _function in (start_bucket, finish_step):
+    _library.impl(_function.__name__, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"commhook::{_function.__name__}", _nothing, lib=_library)
+note_backward.register_fake(_nothing)
 
 
-# ---- a backward of our reducer under compiled autograd, and the traced part of it ----------------
+# ---- a step that operators run -------------------------------------------------------------------
 
 
-_log = logging.getLogger(__name__)
-_is_compiling = torch.compiler.is_dynamo_compiling
+class GraphStep(EagerStep):
+    """A step of a backward under compiled autograd, as operators run it.
+
+    The gradients are those of the compiled code, and not yet the parameters'. The buckets are its
+    own: traced code writes to the reducer's, once the compiled code around an operator has ended.
+    """
+
+    def __init__(self, attached: Attached, reducer: ReducerState) -> None:
+        super().__init__(attached, reducer)
+        self._buckets = [copy(state) for state in self._buckets]
+
+    def reset(self) -> None:
+        """Release the buckets' gradients."""
+        for state in self._buckets:
+            state.reset()
+
+    def start_bucket(self, index: int, gradients: list[Tensor], missing: list[int]) -> None:
+        """Start the hook on the next bucket; see :func:`start_bucket`."""
+        if index != self._next or index >= len(self._buckets):
+            raise ValueError(
+                f"start_bucket: index must be that of the next of {len(self._buckets)} buckets, "
+                f"{self._next}, got {index}"
+            )
+        state = self._buckets[index]
+        count = len(state.parameters)
+        places = [place for place in missing if 0 <= place < count]
+        if places != missing or len(missing) + len(gradients) != count:
+            raise ValueError(
+                f"start_bucket: gradients and missing must be {count} in all, with places below "
+                f"{count}, got {len(gradients)} gradients and {missing}"
+            )
+        given: list[Any] = list(gradients)
+        state.arrived = list(state.parameters)
+        for place in missing:
+            parameter = state.parameters[place]
+            state.arrived[place] = None
+            before = parameter.grad
+            given.insert(place, state.zeros(parameter) if before is None else before)
+        state.pending, state.given = len(missing), given
+        with torch.no_grad():
+            self._start(state, given)
+
+    def _bucket(self, state: BucketState, count: int, group: dist.ProcessGroup) -> ReducerBucket:
+        bucket = super()._bucket(state, count, group)
+        if has_streams(state.device):  # compiled code may reuse memory that another stream reads
+            bucket.buffer()
+        return bucket
+
+    def finish_into(self, gradients: list[Tensor]) -> None:
+        """Finish the step, and write its results; see :func:`finish_step`."""
+        if self._next < len(self._buckets):
+            raise RuntimeError(
+                f"finish_step: {self._next} of {len(self._buckets)} buckets have been started"
+            )
+        begin = 0
+        for state in self._buckets:
+            count = len(state.parameters) - state.pending
+            given: list[Any] = gradients[begin : begin + count]
+            begin += count
+            if state.pending:
+                left = iter(given)
+                given = [None if each is None else next(left, None) for each in state.arrived]
+            state.given = given
+        if begin != len(gradients):
+            raise ValueError(
+                f"finish_step: gradients must be {begin}, as many as buckets were started with, "
+                f"got {len(gradients)}"
+            )
+        self.finish()
 
 
-class CompiledStep(EagerStep):
-    """A step of a backward under compiled autograd."""
+# ---- the traced part of a backward ---------------------------------------------------------------
 
-    def begin_traced(self) -> None:
-        """Begin the step on all ranks, if a compiler traces and the hook is traceable."""
-        if not self.attached.traceable:
-            return
-        if parameters_changed(self._reducer.key):
-            _leave_trace()
-        elif self.agreement.size > 1:
-            begin_step(self._reducer.token, self._group.name)
-            self.has_begun = True
+
+class CompiledStep:
+    """The part of a step that a compiler traces: calls of the operators."""
+
+    def __init__(self, attached: Attached, reducer: ReducerState) -> None:
+        self.attached = attached
+        self._reducer = reducer
+        self._buckets = list(reducer._buckets)  # the reducer may be closed meanwhile
+        self._next = 0
+        self.is_traced = not any(state.sparse for state in self._buckets)
 
     def start_full(self) -> None:
-        if self.attached.traceable:
-            super().start_full()
+        """Start the hook on full buckets, in order."""
+        if self.is_traced:
+            while self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
+                self._start()
 
-    def _start(self, state: BucketState, gradients: list[Tensor] | None = None) -> None:
-        if not _is_compiling():
-            super()._start(state, gradients)
-            return
+    def _start(self) -> None:
+        state = self._buckets[self._next]
         self._next += 1
-        count = len(self._buckets)
-        group = self._group.group_for(state.device)
-        where = hook_on_bucket(self.attached.name, state.index, count)
-        bucket = TracedBucket(state, state.gradients(), count, group)
-        try:
-            call = start_traced(self.attached, bucket, where)
-        except Exception:
-            _leave_trace()
-        self._calls.append(call)
+        missing = [place for place, each in enumerate(state.arrived) if each is None]
+        # With dynamic shapes the number would be a variable.
+        index, key = operator.index(state.index), self._reducer.key
+        _ops.start_bucket(self._reducer.token, _gradients([state]), missing, index, key)
 
-    def finish_traced(self) -> None:
-        """Finish the step while a compiler traces; as :meth:`finish`."""
-        attached = self.attached
-        self._start_all()
-        for call in self._calls:
-            call.future.start_next()
-        calls = zip(self._buckets, self._calls, strict=True)
-        results = [self._result(state, call) for state, call in calls]
-        used = self._reducer.used
-        used.fill_(1)
-        missing = missing_in(self._buckets)
-        if missing:
-            needs = needs_all(self.agreement)
-            leave_out(used, self._parameters.touched, missing, needs, self._reducer.key)
-        if self.agreement.size > 1:
-            commit_step(used, results, self._group.name)
-        if attached.hook.scales_steps:
-            results = self._scaled(results, used)
-        for state, result in zip(self._buckets, results, strict=True):
-            if state.pending == 0:
-                state.write_traced(result)
-        if not attached.keeps_ranks_apart:
-            self._count_traced(results)
-        has_missing = self._write_missing(results, used)
-        self._parameters.forget()
-        if has_missing and attached.bucket_hooks.has_post_accumulate_hooks:
-            self._run_post_accumulate_hooks_untraced()
-        else:
-            self.run_post_accumulate_hooks()
-        # After an earlier graph break, the step is an existing object. Additions to its lists would
-        # have to be made outside of the graph, and not every future can be.
-        self.drop()
+    def finish(self) -> None:
+        """Finish the step, and run the hooks that see the gradients once all are written."""
+        while self._next < len(self._buckets):
+            self._start()
+        has_missing = any(state.pending for state in self._buckets)
+        _ops.finish_step(self._reducer.token, _gradients(self._buckets), self._reducer.key)
+        if self.attached.bucket_hooks.has_post_accumulate_hooks:
+            if has_missing:
+                self._run_post_accumulate_hooks_untraced()
+            else:
+                self._run_post_accumulate_hooks()
 
-    def warn_untraced(self) -> None:
-        """Log once that Python runs the hook."""
-        torch._logging.warning_once(
-            _log,
-            "hook '%s' is not marked as traceable (torch_commhook.traceable): under compiled "
-            "autograd it runs after the compiled backward, as a graph break",
-            self.attached.name,
-        )
+    @torch.compiler.disable
+    def finish_untraced(self) -> None:
+        """Run the step outside the graph."""
+        self.finish()
 
-    def _scaled(self, results: list[Tensor], used: Tensor) -> list[Tensor]:
-        scale = self._step_scale(list(zip(self._buckets, results, strict=True)), used)
-        if scale is None:
-            return results
-        with torch.no_grad():
-            return [
-                scaled_result(result, scale, state.dtype)
-                for state, result in zip(self._buckets, results, strict=True)
-            ]
-
-    def _count_traced(self, results: list[Tensor]) -> None:
-        attached = self.attached
-        buckets = [call.traffic for call in self._calls]
-        if attached.memory.is_empty and not attached.follows_scale:
-            attached.traced_steps.add(buckets)
-        else:
-            count_step(self._reducer.token, results, as_text(buckets), self._reducer.key)
-
-    def _write_missing(self, results: Sequence[Tensor], used: Tensor) -> bool:
-        """Write the results of buckets with parameters without a gradient.
-
-        Returns:
-            Whether there are such parameters.
-        """
-        numbers: list[int] = []
-        missing: list[Tensor] = []
-        for state, result in zip(self._buckets, results, strict=True):
-            if state.pending == 0:
-                continue
-            for number, arrived, piece in zip(
-                state.members, state.arrived, state.pieces(result), strict=True
-            ):
-                if arrived is None:
-                    numbers.append(number)
-                    missing.append(piece)
-                else:
-                    with torch.no_grad():
-                        destinations([arrived])[0].copy_(piece)
-        if not missing:
-            return False
-        write_missing(self._reducer.token, used, missing, numbers, self._reducer.key)
-        if not self.attached.keeps_ranks_apart:
-            errors, unsent, gradients, table = self._unsent_table()
-            if table:
-                keep_unsent(errors, unsent, gradients, used, table)
-        return True
+    def _run_post_accumulate_hooks(self) -> None:
+        around, count = self.attached.bucket_hooks, len(self._buckets)
+        for state in self._buckets:
+            group = self._reducer.group.group_for(state.device)
+            bucket = TracedBucket(state, state.gradients(), count, group)
+            around.done(bucket, hook_on_bucket(self.attached.name, state.index, count))
 
     @torch.compiler.disable
     def _run_post_accumulate_hooks_untraced(self) -> None:
-        """Run post-accumulate hooks outside the graph, to see all gradients."""
-        self.run_post_accumulate_hooks()
+        """Run them outside the graph, to see all gradients."""
+        self._run_post_accumulate_hooks()
+
+
+_ops = torch.ops.commhook
+
+
+def _gradients(buckets: Sequence[BucketState]) -> list[Tensor]:
+    """The gradients that have arrived in a backward."""
+    arrived: list[Any] = [each for state in buckets for each in state.arrived]
+    return [each.grad for each in arrived if each is not None]
 
 
 class CompiledBackward:
@@ -343,9 +281,3 @@ class CompiledBackward:
     def __init__(self, remaining: int, step: CompiledStep | None) -> None:
         self.remaining = remaining
         self.step = step
-
-
-@torch.compiler.disable
-def _leave_trace() -> NoReturn:
-    """Break the graph on an error while a compiler traces, so that Python raises it."""
-    raise AssertionError("this is traced, and never run")

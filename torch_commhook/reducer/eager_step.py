@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook import _C
@@ -104,9 +105,10 @@ class EagerStep:
         group = self._group.group_for(state.device)
         where = hook_on_bucket(self.attached.name, state.index, count)
         # A parameter that no rank uses keeps its gradient; so do those of a rank that has joined.
-        state.is_apart = state.pending > 0
+        # Nor may the bucket be the gradients' own memory if compiled code is to write them.
+        state.is_apart = gradients is not None or state.pending > 0
         state.take_gradients(gradients)
-        bucket = ReducerBucket(state, count, group)
+        bucket = self._bucket(state, count, group)
         if state.sparse:
             self._check_layouts(state)
         try:
@@ -115,6 +117,9 @@ class EagerStep:
             self._check_layouts(state)
             raise
         self._calls.append(call)
+
+    def _bucket(self, state: BucketState, count: int, group: dist.ProcessGroup) -> ReducerBucket:
+        return ReducerBucket(state, count, group)
 
     def _check_layouts(self, state: BucketState) -> None:
         self._parameters.check_layouts(state.members, state.native.gradients())
@@ -226,7 +231,14 @@ class EagerStep:
             if state.pending == 0:
                 state.write(scaled, 1.0)
             else:
-                self._parameters.write_missing(state.members, state.pieces(scaled), used)
+                self._write_some(state, scaled, used)
+
+    def _write_some(self, state: BucketState, result: Tensor, used: Tensor) -> None:
+        """Write a result of which some parameters have no gradient."""
+        numbers, pieces = state.members, state.pieces(result)
+        if state.given is not None:
+            numbers, pieces = state.write_given(pieces)
+        self._parameters.write_missing(numbers, pieces, used)
 
     def _factor(
         self, results: Sequence[tuple[BucketState, Tensor]], used: Tensor

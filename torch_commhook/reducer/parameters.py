@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from torch_commhook import _C
-from torch_commhook.native.bucket_ops import GRADIENT_DTYPES, check_dense
 from torch_commhook.native.runtime import skip_dynamo
 from torch_commhook.reducer.buckets import BucketState, destinations
 from torch_commhook.step.attached_hook import Attached
@@ -81,32 +80,6 @@ class ReducerParameters:
                     parameter.grad = gradient
                 else:
                     destinations([parameter])[0].copy_(gradient)
-
-    def check_gradients(self, op: str, numbers: Sequence[int], gradients: Sequence[Tensor]) -> None:
-        """Check gradients, one for each of some parameters.
-
-        Raises:
-            TypeError, ValueError: a number of no parameter, or a gradient of another kind or shape.
-        """
-        if len(numbers) != len(gradients):
-            raise ValueError(
-                f"{op}: numbers must be as many as gradients, {len(gradients)}, got {len(numbers)}"
-            )
-        for number, gradient in zip(numbers, gradients, strict=True):
-            if not 0 <= number < len(self.tensors):
-                raise ValueError(
-                    f"{op}: numbers must be from 0 to {len(self.tensors) - 1}, got {number}"
-                )
-            name = f"the gradient of parameter {number}"
-            if not self.sparse[number]:
-                check_dense(op, name, gradient, GRADIENT_DTYPES)
-            elif gradient.layout is not torch.sparse_coo:
-                raise TypeError(f"{op}: {name} must be sparse, got layout {gradient.layout}")
-            shape = self.tensors[number].shape
-            if gradient.shape != shape:
-                raise ValueError(
-                    f"{op}: {name} must be of sizes {list(shape)}, got {list(gradient.shape)}"
-                )
 
     def check_layouts(self, numbers: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Refuse gradients with an unexpected layout."""
@@ -241,7 +214,6 @@ class ReducerState:
         key: the key by which compiled code finds the reducer.
         parameters: the parameters whose gradients are averaged.
         token: float32, one element.
-        used: for each parameter, whether any rank has used it: uint8.
     """
 
     attached: Attached | None
@@ -249,8 +221,15 @@ class ReducerState:
     key: str
     parameters: ReducerParameters
     token: Tensor
-    used: Tensor
     _buckets: list[BucketState]
+
+    def start_in_graph(self, index: int, gradients: list[Tensor], missing: list[int]) -> None:
+        """Start the hook on a bucket of compiled code; with the first one, begin the step."""
+        raise NotImplementedError
+
+    def finish_in_graph(self, gradients: list[Tensor]) -> None:
+        """Finish the step of compiled code, and write its gradients."""
+        raise NotImplementedError
 
 
 class NoAgreement:

@@ -1,8 +1,8 @@
 """Data parallelism without DDP's reducer: averages gradients of any parameters through one hook.
 
-``Reducer`` is plain Python over tensors, so that compiled autograd traces it. A hook on each
-parameter counts the gradients of its bucket. Under the engine that hook is C++ and takes no GIL.
-The engine enters Python once for a backward and once for each full bucket
+Compiled autograd traces a part of it, and runs the rest in operators (``compiled_step.py``). A hook
+on each parameter counts the gradients of its bucket. Under the engine that hook is C++ and takes no
+GIL. The engine enters Python once for a backward and once for each full bucket
 (``csrc/runtime/reducer/arrivals.h``). This took the cost of 1000 small parameters from about 0.85
 to 0.5 of DDP's with ``allreduce_hook`` (``python benchmarks/bench_modes.py --models 1000x64``). The
 hook wraps the dict of Python hooks that PyTorch keeps for a tensor
@@ -20,18 +20,8 @@ The end of a backward depends on who runs it. The engine has a queue of callback
 in another one (reentrant checkpointing) also has this queue; the stack tells the two apart.
 Compiled autograd's queue works only without graph breaks, so there the last hook is the end. The
 hooks to call are an argument of the compiled function, and their number is a constant in the trace.
-State in Python returns to the same values at the end of each step, because otherwise the code would
-be compiled again. A tensor counts steps.
-
-Work that must happen once a step is an operator that writes a tensor which outlives the step,
-because a compiler leaves out work without visible effects:
-
-- ``commhook::begin_step`` and ``commhook::commit_step``.
-- ``commhook::write_missing`` gives the other ranks' results to parameters without a gradient on
-  this rank. Whether there are any is known only at run time.
-- ``commhook::leave_out`` finds the parameters that this rank has not used. It reads from a tensor
-  of flags which gradients of earlier backward passes the ranks have not averaged yet. C++ sets
-  these flags when the gradients come.
+State in Python that is traced returns to the same values at the end of each step, because otherwise
+the code would be compiled again.
 
 If gradients are views of a bucket, a hook writes its result over them. A parameter that no rank has
 used keeps its gradient, but the ranks know these parameters only after the hook. So a bucket that
@@ -41,8 +31,7 @@ rank has used.
 
 At the beginning of each step the reducer checks the parameters (``parameters.py``). It compares
 their dtypes, devices and shapes (``csrc/runtime/reducer/parameter_forms.h``), and the objects that
-the modules hold (``csrc/runtime/python/module_members.h``). A compiler checks once, when it traces:
-a model with other parameters has another graph.
+the modules hold (``csrc/runtime/python/module_members.h``).
 """
 
 from __future__ import annotations
@@ -63,6 +52,7 @@ from torch_commhook.reducer.buckets import BucketState
 from torch_commhook.reducer.compiled_step import (
     CompiledBackward,
     CompiledStep,
+    GraphStep,
     expected_hooks,
     note_backward,
 )
@@ -142,6 +132,7 @@ class Reducer(ReducerState):
 
         self._eager: EagerBackward | None = None  # if running
         self._compiled: CompiledBackward | None = None  # if running
+        self._graph_step: GraphStep | None = None  # of compiled code, if running
         self._closes = False  # at the end of this backward
         self._memory_is_old = False  # buckets have the memory of this backward's hook
         self._begun_count = 0  # the number of backward passes so far
@@ -154,7 +145,6 @@ class Reducer(ReducerState):
         self._arrivals = self.parameters.arrivals
         self.device = self.parameters.tensors[0].device
         self.token = torch.zeros(1, dtype=torch.float32, device="cpu")
-        self.used = torch.zeros(len(self.parameters), dtype=torch.uint8, device="cpu")
         group.users[self.key] = self
         self._is_settled = False  # whether the buckets have their final form
         self._next_order: list[int] | None = None  # of the next buckets, if the ranks have agreed
@@ -306,7 +296,7 @@ class Reducer(ReducerState):
 
     def _is_under_way(self) -> bool:
         """Whether a backward has begun, and no exception has ended it."""
-        if self._compiled is not None:
+        if self._compiled is not None or self._graph_step is not None:
             return compiled_autograd.in_compiled_autograd_region
         return self._eager is not None and not self._eager.was_left(RunningBackward())
 
@@ -321,7 +311,8 @@ class Reducer(ReducerState):
         if eager is not None and task == eager.task:  # another of its threads was here before
             return
         running = RunningBackward()
-        if self._compiled is not None or (eager is not None and eager.was_left(running, task)):
+        was_compiled = self._compiled is not None or self._graph_step is not None
+        if was_compiled or (eager is not None and eager.was_left(running, task)):
             self._abandon()
             if self.is_closed:
                 return
@@ -421,7 +412,7 @@ class Reducer(ReducerState):
             bucket.arrived[place] = parameter
             bucket.pending -= 1
             if bucket.pending == 0 and compiled.step is not None:
-                reducer._start_full(compiled.step)
+                compiled.step.start_full()
             compiled.remaining -= 1
             if compiled.remaining == 0:
                 reducer._end_of_compiled(compiled.step)
@@ -432,41 +423,50 @@ class Reducer(ReducerState):
         expected = expected_hooks(self.key)
         if not expected:
             raise RuntimeError(NOT_NESTED)
-        if not _is_compiling():
-            self._begun_count += 1
-        attached, step = self._synchronising_hook(), None
-        if attached is not None:
-            step = CompiledStep(attached, self)
-            if _is_compiling():
-                step.begin_traced()
-            else:
-                self._begin_step(step)
+        attached = self._synchronising_hook()
+        step = None if attached is None else CompiledStep(attached, self)
         compiled = self._compiled = CompiledBackward(expected, step)
         return compiled
 
-    def _start_full(self, step: CompiledStep) -> None:
-        if _is_compiling():
-            step.start_full()
-            return
+    def _end_of_compiled(self, step: CompiledStep | None) -> None:
+        if step is not None and step.is_traced:
+            step.finish()
+        elif step is not None:
+            step.finish_untraced()
+        self._reset()
+
+    @skip_dynamo
+    def start_in_graph(self, index: int, gradients: list[Tensor], missing: list[int]) -> None:
+        step = self._graph_step
+        if step is None or index == 0:
+            if self._attached is None or self.is_closed:
+                raise ValueError("start_bucket: key must be that of a reducer with a hook")
+            self._begun_count += 1
+            step = self._graph_step = GraphStep(self._attached, self)
+            self._begin_step(step)
         try:
-            step.start_full()
+            step.start_bucket(index, gradients, missing)
         except BaseException as error:
             self._abort(step, error)
 
-    def _end_of_compiled(self, step: CompiledStep | None) -> None:
-        if step is None or not _is_compiling():
-            self._finish(step)
-        elif step.attached.traceable:
-            step.finish_traced()
-            self._reset()
-        else:
-            self._finish_untraced(step)
-
-    @torch.compiler.disable
-    def _finish_untraced(self, step: CompiledStep) -> None:
-        """Run a hook that cannot be traced, on all buckets."""
-        step.warn_untraced()
-        self._finish(step)
+    @skip_dynamo
+    def finish_in_graph(self, gradients: list[Tensor]) -> None:
+        step = self._graph_step
+        if step is None:
+            raise ValueError("finish_step: key must be that of a reducer whose step has begun")
+        try:
+            step.finish_into(gradients)
+        except BaseException as error:
+            self._abort(step, error)
+        step.drop()
+        if self._compiled is None:
+            self._step_ended()
+            return
+        # Python goes on with this backward, and then resets what it counts by.
+        step.reset()
+        self._graph_step = None
+        self._arrivals.reset()
+        self._on_step(False)
 
     @skip_dynamo
     def before_capture(self) -> None:
@@ -474,7 +474,8 @@ class Reducer(ReducerState):
 
         Python sees no more of it: the compiler knows the hook's memory as tensors only.
         """
-        if self._eager is not None or self._compiled is not None:  # ended by an exception
+        under_way = self._eager, self._compiled, self._graph_step
+        if any(each is not None for each in under_way):  # ended by an exception
             self._abandon()
         try:
             if self.attached is not None:
@@ -592,9 +593,9 @@ class Reducer(ReducerState):
 
     def _abandon(self) -> None:
         """Forget a backward that an exception has ended."""
-        eager, compiled = self._eager, self._compiled
-        under_way = compiled if eager is None else eager
-        step = None if under_way is None else under_way.step
+        step: EagerStep | None = self._graph_step
+        if self._eager is not None:
+            step = self._eager.step
         if step is not None:
             reason = "backward() was left by an exception"
             step.attached.second_stages.give_up(RuntimeError(reason))
@@ -611,7 +612,7 @@ class Reducer(ReducerState):
         if not _is_compiling():
             self._arrivals.reset()
         # Last: another thread that begins meanwhile would be forgotten half way, while running.
-        self._eager = self._compiled = None
+        self._eager = self._compiled = self._graph_step = None
         if self._closes:
             self._closes = False
             self.close()

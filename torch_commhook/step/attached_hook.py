@@ -17,7 +17,6 @@ from torch import Tensor
 
 from torch_commhook import _C
 from torch_commhook.buckets.grad_bucket import GradBucket, checked_result
-from torch_commhook.collectives import TracedFuture
 from torch_commhook.collectives.agreement import gathering_through
 from torch_commhook.collectives.futures import (
     SecondStages,
@@ -33,7 +32,6 @@ from torch_commhook.hooks.base import (
     FunctionHook,
     Hook,
     checked_result_dtype,
-    is_traceable,
     step_scale_of,
 )
 from torch_commhook.hooks.compressed import check_is_hook
@@ -44,7 +42,6 @@ from torch_commhook.memory.watches import ScaleJumpDetector, scale_of
 from torch_commhook.metrics import (
     BucketTraffic,
     HookStats,
-    TracedSteps,
     WireMeter,
     count_bucket,
     counting,
@@ -60,8 +57,6 @@ from torch_commhook.step.step_group import StepGroup
 
 #: How long a failed rank waits for its own running collectives.
 DRAIN_SECONDS = 60.0
-
-_is_compiling = torch.compiler.is_dynamo_compiling
 
 
 @dataclass(eq=False)
@@ -103,7 +98,7 @@ class HookCall:
         return cls(bucket, _C.as_future(result, where), dtype, where, traffic, used=used)
 
     def wait(self, timeout: timedelta) -> Tensor:
-        """Wait for the result, and check it. While a compiler traces, this returns at once.
+        """Wait for the result, and check it.
 
         Args:
             timeout: the longest time of a collective.
@@ -112,9 +107,7 @@ class HookCall:
             TimeoutError: it takes longer.
             Exception: as :meth:`result`.
         """
-        # Traced calls date from before a graph break.
-        if not (_is_compiling() or isinstance(self.future, TracedFuture)):
-            _C.wait_for_result(self.future, self.where, timeout.total_seconds())
+        _C.wait_for_result(self.future, self.where, timeout.total_seconds())
         return self.result()
 
     def result(self) -> Tensor:
@@ -137,10 +130,7 @@ class HookCall:
             deadline: the end of the wait, by ``time.monotonic()``.
         """
         with suppress(Exception):  # a consequence of the failure, or as good a reason
-            if isinstance(self.future, TracedFuture):
-                self.future.wait()
-            else:
-                _C.wait_for(self.future, max(deadline - time.monotonic(), 0.0))
+            _C.wait_for(self.future, max(deadline - time.monotonic(), 0.0))
 
 
 # ---- a hook that is attached to a model, and its calls for single buckets ------------------------
@@ -168,11 +158,9 @@ class Attached:
     hook: Hook
     given: Callable[..., Any]
     name: str
-    traceable: bool
     memory: HookMemory
     bucket_hooks: BucketHooks = field(default_factory=BucketHooks)
     stats: HookStats = field(default_factory=HookStats)
-    traced_steps: TracedSteps = field(default_factory=TracedSteps)
     local_steps: Any = None
     choosing: Any = None
     second_stages: SecondStages = field(default_factory=SecondStages)
@@ -209,7 +197,7 @@ class Attached:
             )
         for group in own.own_groups():
             check_not_managed(op, resolve_group(group))
-        return cls(own, hook, hook_name(hook), is_traceable(hook), memory)
+        return cls(own, hook, hook_name(hook), memory)
 
     def memory_of(self, parameters: Sequence[Tensor], index: int) -> BucketMemory | None:
         """The hook's memory of a bucket; None for callables."""
@@ -239,7 +227,7 @@ class Attached:
 
         Only collectives over shared memory gather anything.
         """
-        if device.type not in SHARING_DEVICES or torch.compiler.is_dynamo_compiling():
+        if device.type not in SHARING_DEVICES:
             return nullcontext()
         group = None if self._step_group is None else self._step_group()
         if group is None or not group.recovers:
@@ -396,10 +384,8 @@ class Attached:
         return future
 
     def _seeing(self) -> AbstractContextManager[SeenCollectives | None]:
-        """What sees collectives of a hook that is not the library's; nothing under compilers."""
-        if torch.compiler.is_compiling() or self._counts_itself:
-            return nullcontext()
-        return SeenCollectives()
+        """What sees collectives of a hook that is not the library's."""
+        return nullcontext() if self._counts_itself else SeenCollectives()
 
     def _with_seen(
         self, traffic: BucketTraffic, seen: SeenCollectives | None, result: Any, bucket: GradBucket

@@ -109,15 +109,10 @@ def step_groups() -> list[StepGroup]:
 
 
 def found_by(key: str) -> Any:
-    """The group with a name, or a group's user with a key; None if it is gone.
-
-    Compiled code finds them so. Dynamo would make variables of numbers that change.
-    """
-    for group in step_groups():
-        found = group if group.name == key else group.users.get(key)
-        if found is not None:
-            return found
-    return None
+    """The reducer or road with a key, by which compiled code finds it; None if it is gone."""
+    # Dynamo would make variables of numbers that change.
+    found = (group.users.get(key) for group in step_groups())
+    return next((each for each in found if each is not None), None)
 
 
 def parameters_changed(key: str) -> bool:
@@ -177,7 +172,7 @@ class StepGroup:
         self._step_end: StepEnd | None = None  # of the open step, if ranks agree
         self._comparison: Place | None = None  # of the next one, if it was announced
         state = state_of(self.parent)
-        #: The key by which compiled code finds the object; it never changes.
+        #: Of its rendezvous; it never changes.
         self.name = _name_of(self.parent, state.step_groups_made)
         state.step_groups_made += 1
         #: The ranks' group that can reconnect, or None.
