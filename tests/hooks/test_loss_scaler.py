@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import pytest
 import torch
+from mode_cases import compiled_backward
 from on_ranks import on_processes
 from scaled_training import Counted, Steps, attached, backward_of, batch, gradients
 from torch import Tensor, nn
@@ -284,6 +285,7 @@ def scaled_by_hand(
         if road == "registered":
             model.register_comm_hook(None, parse_hook(hook))
         else:
+            stack.enter_context(compiled_backward(road == "compiled"))
             options = {} if road == "ddp" else {"gradient_as_bucket_view": road == "views"}
             stack.callback(attach(model, parse_hook(hook), **options).remove)
         for number, scale in enumerate(scales):
@@ -299,7 +301,10 @@ def jumps(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize(
     ("road", "hook"),
     [
-        *((road, "error_feedback(sign())") for road in ("module", "views", "ddp", "registered")),
+        *(
+            (road, "error_feedback(sign())")
+            for road in ("module", "views", "ddp", "registered", "compiled")
+        ),
         ("module", "error_feedback(topk(density=0.05))"),
         ("module", "clip(0.5)"),
         ("ddp", "clip(0.5)"),
