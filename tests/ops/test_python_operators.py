@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch_commhook import attach, hooks
 from torch_commhook.codecs.base import decay_error
 from torch_commhook.collectives.compressed import bytes_of_floats, floats_of_bytes
+from torch_commhook.reducer import compiled_step  # noqa: F401 (makes the operators)
 from torch_commhook.reducer.parameters import ReducerState
 from torch_commhook.step.step_group import step_groups
 from torch_commhook.testing import run_ranks

@@ -68,7 +68,7 @@ class BucketState:
         self.pending = len(self.parameters)
         self.arrived: list[Tensor | None] = [None] * len(self.parameters)
         self.is_apart = False
-        self.given: list[Tensor | None] | None = None
+        self.given: list[Any] | None = None
         if not torch.compiler.is_dynamo_compiling():
             self.native.drop_gradients()
 
@@ -96,10 +96,11 @@ class BucketState:
 
     def largest_gradient(self) -> Tensor | None:
         """The gradient of the largest parameter."""
-        if self.given is None:
-            return self.largest.grad
-        place = next(i for i, each in enumerate(self.parameters) if each is self.largest)
-        return self.given[place]
+        gradient = self.largest.grad
+        if self.given is not None:
+            place = next(i for i, each in enumerate(self.parameters) if each is self.largest)
+            gradient = self.given[place]
+        return gradient
 
     def left_from_before(self) -> list[Tensor | None]:
         """For each parameter without a gradient in this backward, that of an earlier one."""
@@ -141,19 +142,9 @@ class BucketState:
 
     def write(self, result: Tensor, scale: float) -> None:
         """Write a result into the gradients of all parameters, scaled and cast."""
-        if self.given is not None and not self.sparse:
-            self._write_into(self.given, result, scale)
-            return
-        if not (self.in_own_dtype or self.sparse):
+        if self.given is None and not (self.in_own_dtype or self.sparse):
             destinations(self.parameters)  # C++ would make missing ones in the parameters' dtype
-        self.native.write(result, scale)
-
-    @torch.no_grad()
-    def _write_into(self, gradients: list[Any], result: Tensor, scale: float) -> None:
-        if result.is_complex():
-            torch._foreach_copy_(gradients, [piece * scale for piece in self.layout.views(result)])
-        else:
-            bucket_ops.unflatten_into(result, self.layout._permute(gradients), scale=scale)
+        self.native.write(result, scale, self.given)
 
     @torch.no_grad()
     def write_given(self, pieces: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:

@@ -25,7 +25,8 @@ void bind_reducer(py::module_& m) {
       .def("gather", &ReducerBucket::gather, py::arg("scale"), no_gil)
       .def("flatten", &ReducerBucket::flatten, py::arg("scale"), py::arg("dtype"), py::arg("out"),
            no_gil)
-      .def("write", &ReducerBucket::write, py::arg("result"), py::arg("scale") = 1.0, no_gil);
+      .def("write", &ReducerBucket::write, py::arg("result"), py::arg("scale") = 1.0,
+           py::arg("into") = py::none(), no_gil);
   py::class_<ReducerRun, std::shared_ptr<ReducerRun>>(m, "ReducerRun")
       .def(py::init<std::shared_ptr<CppHook>, std::vector<std::shared_ptr<ReducerBucket>>,
                     std::vector<ProcessGroupPtr>>(),

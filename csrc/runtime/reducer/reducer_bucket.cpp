@@ -165,13 +165,14 @@ at::Tensor ReducerBucket::gather_views(const std::vector<at::Tensor>& gradients,
   return scale == 1.0 ? buffer : buffer.mul_(scale);
 }
 
-void ReducerBucket::write(const at::Tensor& result, double scale) {
+void ReducerBucket::write(const at::Tensor& result, double scale,
+                          std::optional<std::vector<at::Tensor>> into) {
   const at::NoGradGuard no_grad;
   if (is_sparse_) {
     parameters_.front().mutable_grad() = scale == 1.0 ? result : result.mul(scale);
     return;
   }
-  if (as_views_) {
+  if (as_views_ && !into) {
     const auto buffer = storage();
     const bool is_there = is_same_memory(result, buffer);
     if (is_there || result.is_complex()) {
@@ -195,22 +196,23 @@ void ReducerBucket::write(const at::Tensor& result, double scale) {
     }
     return;
   }
-  std::vector<at::Tensor> into;
-  into.reserve(parameters_.size());
-  for (const auto& parameter : parameters_) {
-    auto& gradient = parameter.mutable_grad();
-    if (!gradient.defined()) {  // removed in the meantime
-      gradient = at::empty_like(parameter);
+  if (!into) {
+    into.emplace().reserve(parameters_.size());
+    for (const auto& parameter : parameters_) {
+      auto& gradient = parameter.mutable_grad();
+      if (!gradient.defined()) {  // removed in the meantime
+        gradient = at::empty_like(parameter);
+      }
+      into->push_back(gradient);
     }
-    into.push_back(gradient);
   }
   if (result.is_complex()) {
-    at::_foreach_copy_(into, layout_.views(result));
+    at::_foreach_copy_(*into, layout_.views(result));
     if (scale != 1.0) {
-      at::_foreach_mul_(into, scale);
+      at::_foreach_mul_(*into, scale);
     }
   } else {
-    unflatten_into(result, layout_.in_memory_order(std::move(into)), scale);
+    unflatten_into(result, layout_.in_memory_order(std::move(*into)), scale);
   }
 }
 

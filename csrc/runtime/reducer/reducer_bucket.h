@@ -36,8 +36,10 @@ class ReducerBucket : public GradientSource {
                      std::optional<at::Tensor> out) const;
 
   // Writes a result into the gradients of all parameters, scaled and cast. A parameter without a
-  // gradient gets one. With `as_views`, gradients are views of the bucket from then on.
-  void write(const at::Tensor& result, double scale = 1.0);
+  // gradient gets one. With `as_views`, gradients are views of the bucket from then on. Writes to
+  // `into` instead, if given, and not for a sparse bucket.
+  void write(const at::Tensor& result, double scale = 1.0,
+             std::optional<std::vector<at::Tensor>> into = std::nullopt);
 
  private:
   at::Tensor zeros(const at::Tensor& parameter) const;
