@@ -83,7 +83,18 @@ class Trait:
 
 
 def traceable(hook: Any) -> Any:
-    """Return the hook itself. Deprecated: compiled code runs all hooks alike, marked or not."""
+    """Do nothing. Deprecated: compiled code runs all hooks alike, marked or not.
+
+    Args:
+        hook: a function, a class or an object.
+
+    Returns:
+        The hook itself.
+
+    Example:
+        >>> traceable(hooks.allreduce())
+        allreduce()
+    """
     warn_user(
         "traceable is deprecated and does nothing: compiled code runs every hook",
         DeprecationWarning,
