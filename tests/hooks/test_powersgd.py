@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mode_cases import compiled_backward
 from on_ranks import of_all_ranks, on_processes, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -664,7 +663,7 @@ def test_a_state_of_another_rank_keeps_its_errors(rank: int) -> None:
     assert "powersgd_q1" in handle.state_dict()["shared"]
 
 
-# ---- processes, compilers ------------------------------------------------------------------------
+# ---- processes -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("register", [False, True])
@@ -685,20 +684,3 @@ def test_many_buckets_over_gloo(rank: int, register: bool) -> None:
     first, second = of_all_ranks([parameter.grad for parameter in net.parameters()])
     assert all(map(torch.equal, first, second))
     assert all(gradient.isfinite().all() for gradient in first)
-
-
-@on_processes
-def test_compiled_without_a_graph_break(rank: int) -> None:
-    """Other settings and dtypes; test_modes has every mode."""
-    for hook, dtype in (
-        ("powersgd(5, min_compression_rate=1)", torch.bfloat16),
-        ("error_feedback(powersgd(2))", torch.float64),
-    ):
-        found = []
-        for compiled in (False, True):
-            torch._dynamo.reset()
-            model = Net().to(dtype)
-            attach(model, hook, bucket_cap_mb=0.01)
-            with compiled_backward(compiled, fullgraph=True):
-                found.append(_train(rank, model, range(3)))
-        assert all(map(torch.equal, *found))
