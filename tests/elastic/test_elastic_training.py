@@ -21,6 +21,7 @@ ENDS = {
     "stop": "LeftOutError",
     "raise": "ZeroDivisionError",
     "leave": "left",
+    "leave in order": "left",
 }
 
 
@@ -69,6 +70,16 @@ CASES: dict[str, dict[str, Any]] = {
     ),
     "a rank's hook raises": _case("allreduce", 3, 10, (2, 5, "raise")),
     "a rank leaves": _case("with error", 3, 10, (0, 5, "leave")),
+    "a rank leaves in order": _case("with error", 3, 10, (1, 5, "leave in order")),
+    "two ranks leave in order": _case(
+        "topk", 4, 10, (0, 5, "leave in order"), (3, 5, "leave in order")
+    ),
+    "in order: errors are handed over": _case(
+        "largest", 2, 4, (1, 2, "leave in order"), counts=[4.0, 8.0]
+    ),
+    "local steps: a rank leaves in order": _case(
+        "local with error", 3, 12, (1, 5, "leave in order")
+    ),
     "a new rank is let in": _case("powersgd", 2, 60, **_joins_after(5)),
     "a killed rank's process starts anew": _case(
         "with error", 3, 60, (1, 5, "kill"), **_joins_after(8)
@@ -287,6 +298,29 @@ def test_stats_tell_who_was_lost(outcomes: Outcomes, name: str, error_lost: bool
         (event,) = stats["membership"]
         assert event.pop("reason")
         assert event == {**expected, "error_lost": error_lost}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "in order" in name])
+def test_who_leaves_in_order_saves_what_all_have(outcomes: Outcomes, name: str) -> None:
+    case, found = CASES[name], outcomes[name]
+    gone = {event["rank"] for event in case["events"]}
+    left = sorted(found["own"][number] for number in gone)
+    last = -(-case["events"][0]["step"] // 3) * 3 if "local" in name else case["events"][0]["step"]
+    for number, (saved, steps) in enumerate(zip(found["saved"], found["steps"], strict=True)):
+        assert (saved is not None) == (number in gone)
+        if saved is not None:
+            assert saved[0] == steps[-1][0] == last
+            assert "counts" in case or saved[1] == steps[-1][1]
+    for said, stats in zip(found["said"], found["stats"], strict=True):
+        for event in stats["membership"] if said == "done" else ():
+            assert event["lost"] == left and not event["error_lost"]
+            assert event["reason"].endswith("left in order"), "no step has failed"
+
+
+def test_errors_of_who_leaves_are_sent_by_others(outcomes: Outcomes) -> None:
+    values = [value for _, value, *_ in outcomes["in order: errors are handed over"]["steps"][0]]
+    # The one that stays sends half of both ranks' errors, (4 + 8) / 2, in its third step.
+    assert values == [[-6.0, 0.0], [-6.0, -9.0], [-16.0, -9.0], [-16.0, -15.0]]
 
 
 def test_a_callback_is_told_of_the_ranks_and_of_their_changes(outcomes: Outcomes) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -105,6 +107,45 @@ def test_a_step_of_an_old_view_fails_without_an_error_of_a_connection(ranks: Ela
     ranks.membership._propose(first, second)
     assert failed.wait(10.0)
     ranks.group.lose.assert_called_with(None, "since the other ranks continue without this one")
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_signals(leaves: bool) -> None:
+    got: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
+    store = dist.TCPStore("localhost", 0, is_master=True)
+    settings = Elastic(
+        min_ranks=1,
+        name="run",
+        ranks=1,
+        grace=0.2,
+        store=store,
+        leave_on=signal.SIGUSR1,
+        on_leave=lambda: got.append(0),
+    )
+    ranks = ElasticRanks(settings)
+    ranks.enter()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert ranks.asked_by == signal.SIGUSR1 and not got
+    ranks.end_if_left()  # not yet
+    if leaves:
+        assert not ranks.step_ended(wants_change=False, leaving=[ranks.membership.own])
+        with pytest.raises(SystemExit) as ended:
+            ranks.end_if_left()
+        assert ended.value.code == 128 + signal.SIGUSR1 and got == [0]
+        ranks.end_if_left()  # on_leave may call the model
+    else:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert got == [signal.SIGUSR1], "the second one"
+        ranks.leave()
+    assert signal.signal(signal.SIGUSR1, before) != ranks._ask
+
+
+def test_signals_need_the_main_thread() -> None:
+    settings = Elastic(min_ranks=1, name="run", leave_on=signal.SIGTERM)
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(RuntimeError, match="needs the main thread"):
+            pool.submit(ElasticRanks, settings).result(10.0)
 
 
 def test_the_store_keeps_nothing_of_views_that_have_ended() -> None:
@@ -239,6 +280,12 @@ def test_a_store_on_ipv6(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
             ValueError,
             "leave_out_stragglers needs straggler, got None",
         ),
+        ({"leave_on": "TERM"}, TypeError, "leave_on must be a signal or None, got str"),
+        *(
+            ({"leave_on": number}, ValueError, f"leave_on must be a signal that {more}")
+            for number, more in ((999, "a process can handle, got 999"), (signal.SIGKILL, ""))
+        ),
+        ({"on_leave": print}, TypeError, "on_leave must be a function, and needs leave_on"),
         ({"name": ""}, ValueError, "name must be a text that only this training has, got ''"),
         ({"store": "nohost"}, ValueError, "store must be 'host:port', got 'nohost'"),
         ({"store": "host:99999"}, ValueError, "store must be 'host:port', got 'host:99999'"),

@@ -8,9 +8,9 @@ the store runs in a separate process. A case has:
 ``ranks``: the number at the beginning. ``steps``: in all. ``hook``: a key of ``HOOKS``.
 ``events``: faults of ranks, by a rank's number in the order of starting and by the step: ``kill``,
 ``kill in its exchange`` of local steps, ``kill at the end``, ``stop`` (and continue much later),
-``raise`` (in the hook), ``leave``, ``kill the first that sends`` a new rank its state, ``kill in a
-piece``: the first that sends a third piece, ``slow``: from that step on, ``replace``: the hook, by
-the one that late ranks attach.
+``raise`` (in the hook), ``leave``, ``leave in order`` by a signal, ``kill the first that sends`` a
+new rank its state, ``kill in a piece``: the first that sends a third piece, ``slow``: from that
+step on, ``replace``: the hook, by the one that late ranks attach.
 ``in_pieces``: new ranks get their state in pieces; the first one has so many bytes.
 ``counts``: each rank's steps move its two numbers by 1 and 0.75 times a number of this list, and
 nothing else; these are logged. ``straggler``: settings for slow ranks.
@@ -61,6 +61,7 @@ HOOKS: dict[str, Any] = {
     "auto that measures": lambda: hooks.auto(max_error=1.0),
     "allreduce": hooks.allreduce,
     "blockwise": lambda: hooks.blockwise(bits=8),
+    "largest": lambda: hooks.error_feedback(hooks.topk(0.5)),
     "with error": lambda: hooks.error_feedback(hooks.blockwise(bits=4)),
     "topk": lambda: hooks.error_feedback(hooks.topk(0.1)),
     "powersgd": lambda: hooks.error_feedback(hooks.powersgd(1)),
@@ -157,6 +158,8 @@ def _happens(
     elif event["do"] == "leave":
         handle.remove()
         raise SystemExit
+    elif event["do"] == "leave in order":
+        os.kill(os.getpid(), signal.SIGTERM)
     elif event["do"] == "kill the first that sends":
         send = training_state.send
         training_state.send = partial(_send_or_die, folder / "died", send)
@@ -210,6 +213,10 @@ def _train(number: int, case: dict[str, Any], folder: Path, port: int) -> str:
         ranks=case["ranks"],
         name=folder.name,
         timeout=TIMEOUT,
+        leave_on=signal.SIGTERM,
+        on_leave=lambda: (folder / f"saved{number}").write_text(
+            json.dumps([handle.steps, _digest(model)])
+        ),
         **case.get("straggler", {}),
     )
     events = {event["step"]: event for event in case["events"] if event["rank"] == number}
@@ -300,12 +307,13 @@ def _run(case: dict[str, Any], folder: Path, port: int) -> dict[str, Any]:
     for number in stopped:
         os.kill(processes[number], signal.SIGCONT)
         os.waitpid(processes[number], 0)
-    found: dict[str, Any] = {"said": [], "steps": [], "stats": [], "own": []}
+    found: dict[str, Any] = {"said": [], "steps": [], "stats": [], "own": [], "saved": []}
     for number in range(len(processes)):
         said, steps = folder / f"said{number}", folder / f"steps{number}"
         found["said"].append(said.read_text() if said.exists() else "killed")
         found["own"].append(int((folder / f"own{number}").read_text()))
-        stats = folder / f"stats{number}"
+        saved, stats = folder / f"saved{number}", folder / f"stats{number}"
+        found["saved"].append(json.loads(saved.read_text()) if saved.exists() else None)
         found["stats"].append(json.loads(stats.read_text()) if stats.exists() else None)
         lines = steps.read_text().splitlines() if steps.exists() else []
         found["steps"].append([json.loads(line) for line in lines])

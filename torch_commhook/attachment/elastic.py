@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,11 @@ from torch_commhook.attachment.training_state import NewRanks, TrainingState
 from torch_commhook.buckets.grad_bucket import scaled_result
 from torch_commhook.collectives.agreement import described
 from torch_commhook.collectives.issuing import begin_maximum
-from torch_commhook.collectives.plain import broadcast
+from torch_commhook.collectives.plain import all_to_all, broadcast
 from torch_commhook.elastic.ranks import Elastic, ElasticRanks
 from torch_commhook.elastic.stragglers import StepReport, StepTimer
 from torch_commhook.memory.hook_memory import KeptMemory
+from torch_commhook.memory.states import add_to_error
 from torch_commhook.reducer.buckets import BucketState
 from torch_commhook.reducer.eager_step import EagerStep
 from torch_commhook.reducer.reducer import Reducer
@@ -144,6 +145,8 @@ class ElasticTraining:
         if self.new_ranks.has_all_pieces:
             note.write_has_all(own)
         note.wants_change = self.ranks.wants_change()
+        if self.ranks.asked_by is not None:
+            note.write_leaves(own)
         if pace is not None:
             note.write_time(own, pace.seconds(self._steps_measured))
             if self._settings.leave_out_stragglers:
@@ -218,10 +221,16 @@ class ElasticTraining:
                 times = {members[place]: each for place, each in note.times().items()}
                 pace.compare(self.ranks.membership.own, times)
             out = [members[place] for place in note.left_out()]
-            if len(members) - len(out) < self._settings.min_ranks:
+            leaving = [members[place] for place in note.leaving()]
+            if len(members) - len(leaving) - len(out) < self._settings.min_ranks:
                 out = []
+            if leaving:
+                self._hand_over(leaving, [*leaving, *out, *self.new_ranks.joining])
             has_changed = self.ranks.step_ended(
-                wants_change=note.wants_change and lets_in, left_out=out, lets_in=lets_in
+                wants_change=note.wants_change and lets_in,
+                left_out=out,
+                leaving=leaving,
+                lets_in=lets_in,
             )
             if joins and not has_changed:
                 having_all = [members[place] for place in note.having_all()]
@@ -237,6 +246,48 @@ class ElasticTraining:
             self._steps_measured = 0 if self._attached.keeps_ranks_apart else 1
         return has_changed
 
+    def _hand_over(self, leaving: Sequence[int], others: Collection[int]) -> None:
+        """Add the unsent errors of members that leave to those of members that stay.
+
+        If a member is lost meanwhile, these errors are lost too, as the log says.
+
+        Args:
+            leaving: the members that leave.
+            others: the members that get no errors.
+        """
+        members, group = self.ranks.view.members, self.group
+        errors = self._attached.memory.unsent_errors()
+        heirs = [member for member in members if member not in others]
+        if not errors or not heirs:
+            return
+        packed = joined_bytes(errors)
+        sends, gets = [0] * len(members), [0] * len(members)
+        for number, member in enumerate(leaving):
+            heir = heirs[number % len(heirs)]
+            if member == self.ranks.membership.own:
+                sends[members.index(heir)] = len(packed)
+            if heir == self.ranks.membership.own:
+                gets[members.index(member)] = len(packed)
+        try:
+            group.begin()
+            received = all_to_all(
+                packed[: sum(sends)],
+                input_split_sizes=sends,
+                output_split_sizes=gets,
+                group=group.group,
+            ).wait()
+            group.end()
+        except RuntimeError as error:
+            lost = group.fail_with(error)
+            _log.warning("the error memory of ranks that leave is lost: %s", lost)
+            return
+        for place in range(0, len(received), len(packed)):
+            given = [torch.empty_like(own) for own in errors]
+            unpack(received[place : place + len(packed)], given)
+            for own, more in zip(errors, given, strict=True):
+                add_to_error(own, more, 1)
+        self.ranks.handed_over.update(leaving)
+
     def leave(self) -> None:
         """Leave the training."""
         if self.new_ranks.is_receiving:
@@ -248,6 +299,7 @@ class ElasticTraining:
 
     def before_forward(self) -> None:
         """Send new ranks their state. An error is only logged: it returns when the step begins."""
+        self.ranks.end_if_left()
         try:
             self.new_ranks.give()
         except RuntimeError as error:
@@ -395,6 +447,7 @@ class ElasticStep(EagerStep, RepeatableStep):
     def begin(self, on_step: Callable[[bool], None]) -> None:
         if self.has_begun:
             return
+        self.training.ranks.end_if_left()
         try:
             self.training.new_ranks.give()  # if the model's own forward was not called
             super().begin(on_step)

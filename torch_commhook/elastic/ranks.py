@@ -7,6 +7,7 @@ import ipaddress
 import json
 import logging
 import os
+import signal
 import socket
 import threading
 import time
@@ -121,6 +122,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys(("grace", "timeout"), ((int, float), "a number of s")),
     "straggler": ((int, float, NoneType), "a number or None"),
     "leave_out_stragglers": ((bool,), "a bool"),
+    "leave_on": ((int, NoneType), "a signal or None"),
     "store": ((str, dist.Store, NoneType), "'host:port', a store of torch.distributed or None"),
 }
 
@@ -155,6 +157,12 @@ class Elastic:
             rounds.
         leave_out_stragglers: whether the others continue without such a rank, if ``min_ranks`` are
             left. It raises :class:`LeftOutError`.
+        leave_on: a signal on which this process leaves in order, such as ``signal.SIGTERM``: it
+            finishes the step, gives its error memory to another rank, and leaves; no rank repeats a
+            step. Its next forward calls ``on_leave`` and raises ``SystemExit(128 + leave_on)``. A
+            second signal has its effect of before. :func:`attach` must run in the main thread then.
+        on_leave: called in this process alone, without arguments, once it has left. Parameters and
+            optimizers are those of the training after the last step: save them here.
 
     Raises:
         TypeError, ValueError: an attribute has a wrong type or value.
@@ -175,6 +183,8 @@ class Elastic:
     straggler: float | None = None
     straggler_steps: int = 10
     leave_out_stragglers: bool = False
+    leave_on: int | None = None
+    on_leave: Callable[[], object] | None = None
 
     def __post_init__(self) -> None:
         for name, (kinds, what) in _KINDS.items():
@@ -196,6 +206,11 @@ class Elastic:
         check("name", is_named, "a text that only this training has")
         if self.leave_out_stragglers and factor is None:
             raise ValueError("Elastic: leave_out_stragglers needs straggler, got None")
+        handled = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+        is_signal = self.leave_on is None or self.leave_on in handled
+        check("leave_on", is_signal, "a signal that a process can handle")
+        if self.on_leave is not None and (self.leave_on is None or not callable(self.on_leave)):
+            raise TypeError("Elastic: on_leave must be a function, and needs leave_on")
         if isinstance(self.store, str):
             host_and_port(self.store)
         if isinstance(self.state, (str, bytes)) or not isinstance(self.state, Sequence):
@@ -259,6 +274,8 @@ class ElasticRanks:
             those.
         group: the group of the present ranks.
         events: the ranks that were lost or have joined while this rank takes part.
+        asked_by: the signal that has asked this process to leave, or None.
+        handed_over: the members whose error memory others have.
         lets_in_late: whether new ranks may take part in a repeated step.
         keeps_error: says whether a lost rank takes error memory with it.
     """
@@ -266,9 +283,17 @@ class ElasticRanks:
     group: StepGroup
 
     def __init__(self, settings: Elastic) -> None:
+        if settings.leave_on is not None and (
+            threading.current_thread() is not threading.main_thread()
+        ):
+            raise RuntimeError(
+                "attach: Elastic(leave_on=) needs the main thread, which alone handles signals"
+            )
         self.settings = settings
         self.steps = self.trained = 0
         self.events: list[MembershipEvent] = []
+        self.asked_by: int | None = None
+        self.handed_over: set[int] = set()
         self.lets_in_late: Callable[[], bool] = lambda: True
         self.keeps_error: Callable[[], bool] = lambda: False
         self._same: dict[str, str] = {}  # settings that all ranks share
@@ -299,6 +324,9 @@ class ElasticRanks:
         self._base_address: Callable[[], object] = lambda: None  # removes that of the base
         self._reasons: list[Callable[[], object]] = []  # remove these groups' reasons
         self._process = os.getpid()
+        self._handler: Any = None  # of the signal, before this training
+        if settings.leave_on is not None:
+            self._handler = signal.signal(settings.leave_on, self._ask)
         atexit.register(self.leave)
 
     @property
@@ -366,8 +394,44 @@ class ElasticRanks:
         threading.Thread(target=self._look_after, name="commhook-elastic", daemon=True).start()
         self._connect()
 
-    def leave(self) -> None:
-        """Leave the training. The others continue without this rank."""
+    def _ask(self, number: int, _: object) -> None:
+        """Note a signal; with a second one, or before this is a member, let it have its effect."""
+        if self.asked_by is None and self.membership.view is not None:
+            self.asked_by = number
+            _log.warning(
+                "rank %d: %s: it leaves after this step",
+                self.membership.own,
+                signal.Signals(number).name,
+            )
+        else:
+            self._restore_handler()
+            os.kill(os.getpid(), number)
+
+    def _restore_handler(self) -> None:
+        number, handler = self.settings.leave_on, self._handler
+        with suppress(ValueError):  # another thread than the main one leaves
+            if number is not None and signal.getsignal(number) == self._ask:
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def end_if_left(self) -> None:
+        """End a process that has left in order.
+
+        Raises:
+            SystemExit: it has.
+        """
+        if self.asked_by is not None and self._stopped.is_set():
+            self._restore_handler()
+            number, self.asked_by = self.asked_by, None  # the user's function may call the model
+            if self.settings.on_leave is not None:
+                self.settings.on_leave()
+            raise SystemExit(128 + number)
+
+    def leave(self, *, within: float = 0.0) -> None:
+        """Leave the training. The others continue without this rank.
+
+        Args:
+            within: the longest wait until they have noticed, in seconds.
+        """
         # A forked process leaves nothing: it shares its parent's connections.
         if self._stopped.is_set() or os.getpid() != self._process:
             return
@@ -375,6 +439,11 @@ class ElasticRanks:
         atexit.unregister(self.leave)
         with suppress(RuntimeError):  # the store may be gone
             self.membership.leave(self.steps)
+        until = time.monotonic() + within
+        while time.monotonic() < until and self._signs.view_number() <= self.view.number:
+            time.sleep(0.01)
+        if self.asked_by is None:
+            self._restore_handler()
         group: StepGroup | None = getattr(self, "group", None)  # None: it has never connected
         if group is not None and self._base is not None:
             group.fail("it has left the training")
@@ -420,13 +489,19 @@ class ElasticRanks:
         return counts
 
     def step_ended(
-        self, *, wants_change: bool, left_out: Collection[int] = (), lets_in: bool = True
+        self,
+        *,
+        wants_change: bool,
+        left_out: Collection[int] = (),
+        leaving: Collection[int] = (),
+        lets_in: bool = True,
     ) -> bool:
         """Count a step. If ranks come or go, this sets a new :attr:`group`.
 
         Args:
             wants_change: whether a rank knows of a rank that wants to join.
             left_out: the ranks to leave out because they are slow.
+            leaving: the ranks that leave by themselves.
             lets_in: whether new ranks may join.
 
         Returns:
@@ -444,12 +519,16 @@ class ElasticRanks:
                 f"{self.settings.straggler_steps} consecutive steps: it computed for more than "
                 f"{self.settings.straggler:g} times their median"
             )
-        if not wants_change and not left_out:
+        if self.membership.own in leaving:
+            self.leave(within=self.settings.grace if len(self.view.members) > 1 else 0.0)
             return False
-        if left_out:
-            named = ", ".join(f"rank {rank}" for rank in sorted(left_out))
-            self._reason = f"{named}: too slow"
-        self._change(Lost(ended=frozenset(left_out)), None, lets_in=lets_in)
+        if not wants_change and not left_out and not leaving:
+            return False
+        for ranks, why in ((left_out, "too slow"), (leaving, "it has left in order")):
+            if ranks:
+                named = ", ".join(f"rank {rank}" for rank in sorted(ranks))
+                self._reason = f"{named}: {why}"
+        self._change(Lost(ended=frozenset([*left_out, *leaving])), None, lets_in=lets_in)
         self._connect()
         return True
 
@@ -523,7 +602,7 @@ class ElasticRanks:
             lost=lost,
             joined=joined,
             reason=reason if lost else "",
-            error_lost=bool(lost) and self.keeps_error(),
+            error_lost=not self.handed_over.issuperset(lost) and self.keeps_error(),
         )
         self.events.append(event)
         _log.warning("rank %d: %s", self.membership.own, event)

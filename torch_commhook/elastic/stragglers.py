@@ -95,8 +95,10 @@ class StepTimer:
                 del table[rank]
 
 
-#: The bytes of a member that compares times: its time in float32, and whether it is to be left out.
-_COMPARED_BYTES = 5
+#: The bytes of a member's time, in float32.
+_TIME_BYTES = 4
+#: What is said of a member; 0 if nothing.
+_IS_SLOW, _LEAVES = 1, 2
 
 
 class StepReport:
@@ -120,7 +122,7 @@ class StepReport:
         self._size = size
         self._compares = compares
         self._joins = joins
-        length = 1 + size * (_COMPARED_BYTES * compares + joins)
+        length = 1 + size * (1 + _TIME_BYTES * compares + joins)
         self.values = (
             torch.zeros(length, dtype=torch.uint8, device="cpu") if values is None else values
         )
@@ -137,24 +139,31 @@ class StepReport:
     def write_time(self, place: int, seconds: float | None) -> None:
         """Write the computing time of the member at a place."""
         time = torch.tensor([seconds or 0.0], dtype=torch.float32, device="cpu")
-        self._rows()[place, :4] = time.view(torch.uint8)
+        self._times()[place] = time.view(torch.uint8)
 
     def times(self) -> dict[int, float]:
         """The measured times, by place."""
         if not self._compares:
             return {}
         # A copy: a float32 must begin at a multiple of its size.
-        found = self._rows()[:, :4].clone(memory_format=torch.contiguous_format)
-        times = found.view(torch.float32).flatten().tolist()
+        times = self._times().clone().view(torch.float32).flatten().tolist()
         return {place: each for place, each in enumerate(times) if each}
 
     def leave_out(self, place: int) -> None:
-        """Write that the member at a place is to be left out."""
-        self._rows()[place, 4] = 1
+        """Write that the member at a place is to be left out, since it is slow."""
+        self._said()[place] = _IS_SLOW
 
     def left_out(self) -> list[int]:
         """The places of the members that are to be left out."""
-        return self._rows()[:, 4].nonzero().flatten().tolist() if self._compares else []
+        return (self._said() == _IS_SLOW).nonzero().flatten().tolist()
+
+    def write_leaves(self, place: int) -> None:
+        """Write that the member at a place leaves after this step."""
+        self._said()[place] = _LEAVES
+
+    def leaving(self) -> list[int]:
+        """The places of the members that leave after this step."""
+        return (self._said() == _LEAVES).nonzero().flatten().tolist()
 
     def write_has_all(self, place: int) -> None:
         """Write that the member at a place has received all pieces."""
@@ -164,5 +173,9 @@ class StepReport:
         """The places of the members that have just received all pieces."""
         return self.values[-self._size :].nonzero().flatten().tolist() if self._joins else []
 
-    def _rows(self) -> Tensor:
-        return self.values[1 : 1 + _COMPARED_BYTES * self._size].view(self._size, _COMPARED_BYTES)
+    def _said(self) -> Tensor:
+        return self.values[1 : 1 + self._size]
+
+    def _times(self) -> Tensor:
+        begin = 1 + self._size
+        return self.values[begin : begin + _TIME_BYTES * self._size].view(self._size, _TIME_BYTES)

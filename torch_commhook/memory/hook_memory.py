@@ -141,6 +141,15 @@ class HookMemory(ModelMemory):
         self.store.rescale_errors(averaged / self._averaged)
         self.rank, self.world_size, self._averaged = rank, world_size, averaged
 
+    def unsent_errors(self) -> list[Tensor]:
+        """This rank's errors of each parameter, with those in its segments, in the model's order.
+
+        Buckets must be requested again.
+        """
+        self._return_memory(list(self._buckets.items()))
+        pieces = (self.store.pieces.get(each, {}) for _, each in self.store.named_parameters())
+        return [piece[ERROR] for piece in pieces if ERROR in piece]
+
     def changing_tensors(self) -> list[Tensor]:
         """All tensors of the present buckets that a step changes."""
         found: list[Tensor] = []
