@@ -95,8 +95,9 @@ def test_a_member_may_be_the_last_one(size: int, joins: bool) -> None:
     assert note.times() == {0: 0.5} and note.having_all() == []
 
 
-def test_members_that_compare_nothing_tell_one_byte() -> None:
+def test_members_that_compare_nothing_tell_one_byte_each_and_one() -> None:
     note = StepReport(64, compares=False)
-    assert note.values.numel() == 1 and note.left_out() == [] and note.times() == {}
+    assert note.values.numel() == 65 and note.left_out() == [] and note.times() == {}
     note.wants_change = True
-    assert note.values.tolist() == [1]
+    note.write_leaves(63)
+    assert note.values.nonzero().flatten().tolist() == [0, 64] and note.leaving() == [63]

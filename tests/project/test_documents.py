@@ -128,6 +128,7 @@ BEFORE: dict[str, Callable[[Names], None]] = {
     "docs/index.md 1": _a_model,
     "docs/write_a_hook.md 1": _a_model,
     "docs/write_a_hook.md 2": _another_hook_averages,
+    "docs/modes.md 1": _a_model,
     "docs/hooks.md 1": _a_model,
     "docs/hooks.md 2": _a_model,
     "docs/hooks.md 4": _a_model,
@@ -295,7 +296,12 @@ AFTER: dict[str, Callable[[Names], None]] = {
 }
 
 #: Blocks that want more ranks than one.
-RANKS = {"docs/process_groups.md 4": 2, "docs/process_groups.md 5": 2, "docs/sharded.md 1": 2}
+RANKS = {
+    "docs/modes.md 1": 2,
+    "docs/process_groups.md 4": 2,
+    "docs/process_groups.md 5": 2,
+    "docs/sharded.md 1": 2,
+}
 
 #: Blocks that raise, and where their page has the message: the block of any language after it.
 RAISES: dict[str, type[Exception]] = {"docs/testing.md 3": DeadlockError}

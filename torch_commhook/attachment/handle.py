@@ -216,7 +216,7 @@ class HookHandle:
         This hook and those of the next three methods stay when the communication hook is replaced.
         Their results are checked as autograd checks its hooks'. A result of the wrong type raises a
         ``TypeError``; one of another number, dtype, layout, device or size raises a
-        ``RuntimeError``. Compiled autograd traces them together with the communication hook.
+        ``RuntimeError``. Compiled backward passes call them as eager ones do.
         """
         return self._attached.bucket_hooks.register("buffer_prehooks", hook)
 

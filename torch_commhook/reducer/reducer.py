@@ -285,8 +285,9 @@ class Reducer(ReducerState):
         elif not self.is_closed:
             self.parameters.remove()
             self._reset()
-            self._places.clear()
-            self._buckets.clear()
+            if not compiled_autograd.in_compiled_autograd_region:  # which still writes to them
+                self._places.clear()
+                self._buckets.clear()
             self._on_closed()
 
     @property
