@@ -473,7 +473,7 @@ def note_collective(bytes_sent: int, bytes_received: int | None = None) -> None:
     Received bytes default to sent bytes.
     """
     received = bytes_sent if bytes_received is None else bytes_received
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return
     meter = _meter.value
     if meter is not None:

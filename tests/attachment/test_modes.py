@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -320,6 +321,19 @@ def test_every_clip_of_these_bites(
             norm = torch.cat([gradient.view(-1) for gradient in got]).norm().item()
             assert norm == pytest.approx(0.003, rel=1e-3)
             assert torch.cat([gradient.view(-1) for gradient in whole]).norm() > 2 * norm
+
+
+@pytest.mark.parametrize("hook", ["allreduce()", "hierarchical", "cast(bfloat16)"])
+def test_another_thread_may_compile(two_ranks: RankPool, hook: str) -> None:
+    """Then PyTorch says of every thread that it compiles."""
+    alone, beside = (two_ranks.run(_beside_a_compiler, hook, flag) for flag in (False, True))
+    assert all(map(torch.equal, alone[0], beside[0]))
+
+
+def _beside_a_compiler(rank: int, hook: str, flag: bool) -> list[torch.Tensor]:
+    with mock.patch.object(torch.compiler, "_is_compiling_flag", flag):
+        assert torch.compiler.is_compiling() == flag
+        return _train(rank, Mode("module", "eager"), hook)["gradients"][-1]
 
 
 class Normed(nn.Module):

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from layered_net import BUCKET_CAP_MB, Net, batch, differing, gradients_of
+from mode_cases import compiled_backward
 from on_ranks import on_processes
 from rank_pool import RankPool
 from torch import nn
@@ -45,12 +46,18 @@ def attached(model: nn.Module, use_ddp: bool, hook: Any) -> tuple[nn.Module, Any
 PLACES = ["tensor", "hook", "prehook", "posthook", "post_accumulate_hook"]
 
 
-@by_model
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("road", "place"),
+    [
+        *((road, place) for road in ("module", "ddp") for place in PLACES),
+        *(("compiled", place) for place in PLACES[1:]),
+    ],
+)
 @on_processes
-def test_in_the_midst_of_a_backward(rank: int, place: str, use_ddp: bool) -> None:
+def test_in_the_midst_of_a_backward(rank: int, road: str, place: str) -> None:
     """The backward goes on to its end, and another hook can be attached after it."""
-    model, handle = attached(Net(), use_ddp, hooks.allreduce())
+    torch._dynamo.reset()
+    model, handle = attached(Net(), road == "ddp", hooks.allreduce())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.02)
@@ -72,7 +79,8 @@ def test_in_the_midst_of_a_backward(rank: int, place: str, use_ddp: bool) -> Non
         handle.replace(removing_hook)
     else:
         getattr(handle, f"register_{place}")(remove)
-    model(x).sum().backward()
+    with compiled_backward(road == "compiled"):
+        model(x).sum().backward()
     averaged = gradients_of(model)
     model.zero_grad()
     again = attach(model, hooks.allreduce())

@@ -375,7 +375,7 @@ def _has_bits_of(buffer: Tensor, values: Tensor) -> bool:
     A write would give it a new version, and backward of an earlier graph would fail. False where
     finding out takes long: under a compiler, and on other devices than the CPU.
     """
-    if torch.compiler.is_compiling() or type(buffer) is not Tensor or not buffer.is_cpu:
+    if torch.compiler.is_dynamo_compiling() or type(buffer) is not Tensor or not buffer.is_cpu:
         return False
     bits = _BITS.get(buffer.element_size())  # 0.0 is not -0.0 here, and NaN is NaN
     if bits is None or buffer.is_conj() or buffer.is_neg():

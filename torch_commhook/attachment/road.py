@@ -390,7 +390,7 @@ def _at_exit() -> None:
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     in_backward = is_in_backward()
     # A compiler that traces step() would break its graph below.
-    looks = not torch.compiler.is_compiling() and any(
+    looks = not torch.compiler.is_dynamo_compiling() and any(
         each.lacks_scaler for _, each in attached_hooks()
     )
     if in_backward or (looks and _scaler_calls()):

@@ -215,7 +215,7 @@ def check_arguments(
             f"{op}: rounding must be of shape {shape} for {codec}, {content}, got "
             f"{None if rounding is None else list(rounding.shape)}"
         )
-    if torch.compiler.is_compiling():  # sizes may be dynamic
+    if torch.compiler.is_dynamo_compiling():  # sizes may be dynamic
         return
     error, sum_error = arguments.error, arguments.sum_error
     if error is not None and error.shape != (numel,):
@@ -380,7 +380,7 @@ class CompressedCall:
         self.world_size: int = group.size()
         self.rank: int = group_rank(group)
         # Read once: later stages run in other threads, which cannot tell whether a compiler traces.
-        self.is_traced = torch.compiler.is_compiling()
+        self.is_traced = torch.compiler.is_dynamo_compiling()
         if self.is_traced or is_capturing(self.device):  # replays would measure in each step
             self.meter = None
         self._is_inference = not self.is_traced and torch.is_inference_mode_enabled()

@@ -537,7 +537,7 @@ def two_stages(
         meter: records how long both are on the wire.
     """
     # Read once: later stages run in other threads, which cannot tell whether a compiler traces.
-    is_traced = torch.compiler.is_compiling()
+    is_traced = torch.compiler.is_dynamo_compiling()
     note_collective(*second_bytes)  # here, since the issuing thread may not count
 
     def send(received: Tensor) -> Tensor:

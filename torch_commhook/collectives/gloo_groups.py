@@ -330,7 +330,7 @@ def resolve_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
                 "torch.distributed.init_process_group() first, or pass process_group="
             )
         group = dist.group.WORLD
-    if torch.compiler.is_compiling():  # it was checked where it was made
+    if torch.compiler.is_dynamo_compiling():  # it was checked where it was made
         return group  # type: ignore[return-value]
     if group is _NON_MEMBER:
         raise ValueError("torch_commhook: this rank is not a member of the given process group")
@@ -467,7 +467,7 @@ def check_place(op: str, group: dist.ProcessGroup) -> None:
             ``torch.distributed`` nor the group that it wraps knows the rank; or its rank is none of
             its ranks.
     """
-    if torch.compiler.is_compiling() or type(group) is dist.ProcessGroup or group.size() == 1:
+    if torch.compiler.is_dynamo_compiling() or type(group) is dist.ProcessGroup or group.size() == 1:
         return
     rank = _known_rank(group)
     if rank is None:

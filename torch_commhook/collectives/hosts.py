@@ -330,7 +330,7 @@ def hierarchical_all_reduce(
     check_arguments("hierarchical_all_reduce", arguments, end - begin, device, inter_group)
     _check_carry(carry, numel)
     used = (sources, destinations, carry, error, sum_error, rounding)
-    is_traced = torch.compiler.is_compiling()
+    is_traced = torch.compiler.is_dynamo_compiling()
     mode = _mode_of_now(is_traced)
 
     def finish(done: torch.futures.Future[Tensor]) -> Tensor:
@@ -384,7 +384,7 @@ def _check_carry(carry: object, numel: int) -> None:
         raise TypeError(
             "hierarchical_all_reduce: carry must be a tensor of float32 or bfloat16, or None"
         )
-    if carry.dim() != 1 or (not torch.compiler.is_compiling() and len(carry) != numel):
+    if carry.dim() != 1 or (not torch.compiler.is_dynamo_compiling() and len(carry) != numel):
         raise ValueError(
             f"hierarchical_all_reduce: carry must be flat and hold {numel} elements, got sizes "
             f"{list(carry.shape)}"
@@ -494,7 +494,7 @@ def _flattened(
     """This rank's values in float32, padded to shares of one length."""
     numel = sum(tensor.numel() for tensor in sources)
     padded, device = (-(-numel // ranks) * ranks,), sources[0].device
-    if torch.compiler.is_compiling():  # the compiler plans memory itself
+    if torch.compiler.is_dynamo_compiling():  # the compiler plans memory itself
         flat = torch.empty(padded, dtype=torch.float32, device=device)
     else:
         flat = buffers.get("flat", padded, torch.float32, device)

@@ -161,7 +161,7 @@ def place_in(group: dist.ProcessGroup, order: int = FIRST, form: str = "") -> Pl
 
 def second_place(group: dist.ProcessGroup, device: torch.device) -> Place | None:
     """Take a second collective's place, before the first one is issued; None if it needs none."""
-    if torch.compiler.is_compiling() or device.type != "cpu" or not exchanges(group):
+    if torch.compiler.is_dynamo_compiling() or device.type != "cpu" or not exchanges(group):
         return None
     return place_in(group, SECOND)
 

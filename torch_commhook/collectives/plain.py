@@ -67,7 +67,7 @@ def check_tensor(op: str, tensor: object, *, sparse: bool = False, rows: bool = 
         )
     if rows and not tensor.dim():
         raise ValueError(f"{op}: tensor must have at least one dimension, got shape []")
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return
     needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
     if tensor.untyped_storage().nbytes() < needed:
@@ -220,7 +220,7 @@ def all_reduce(
     check_timeout("all_reduce", timeout)
     group = resolve_group(group)
     note_collective(*all_reduce_bytes(tensor, group, timeout))
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_dynamo_compiling():
         return issue_all_reduce(tensor, group, timeout)
     return traced_all_reduce(tensor, group)
 
@@ -270,7 +270,7 @@ def all_gather(
     group = resolve_group(group)
     world_size = group.size()
     note_collective(tensor_bytes(tensor) * (world_size - 1))
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return traced_all_gather(tensor, group)
     out = result_tensor("all_gather", tensor, (world_size, *tensor.shape), out)
     return issue_all_gather(tensor, out, group, timeout)
@@ -324,7 +324,7 @@ def all_to_all(
     row_bytes = tensor_bytes(tensor) // max(tensor.shape[0], 1)
     own = group_rank(group)
     note_collective(row_bytes * (sum(sends) - sends[own]), row_bytes * (sum(gets) - gets[own]))
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return traced_all_to_all(tensor, sends, gets, group)
     result = result_tensor("all_to_all", tensor, (sum(gets), *tensor.shape[1:]), out)
     return issue_all_to_all(tensor, sends, gets, result, group, timeout)
@@ -364,7 +364,7 @@ def reduce_scatter(
     world_size = group.size()
     rows = equal_shares("reduce_scatter", tensor, world_size)[0]
     note_collective(tensor_bytes(tensor) // world_size * (world_size - 1))
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return traced(
             torch.ops._c10d_functional.reduce_scatter_tensor(
                 tensor, "sum", world_size, group.group_name
@@ -468,7 +468,7 @@ def broadcast(
         raise ValueError(f"broadcast: src must be a rank below {world_size}, got {src}")
     # All ranks but one must receive it. The backend chooses the senders: an equal share each.
     note_collective(round(tensor_bytes(tensor) * (world_size - 1) / world_size))
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         functional = torch.ops._c10d_functional
         return traced_real(tensor, lambda real: functional.broadcast(real, src, group.group_name))
     if world_size == 1:

@@ -77,7 +77,7 @@ def broadcast_coalesced(
         if abs(value) > _INT64_MAX:
             raise ValueError(f"{_NAME}: {name} must be an int of 64 bits, got {value}")
     _check_range(buffer_size, rank)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         torch.ops.commhook.broadcast_coalesced(tensors, buffer_size, rank, group.group_name)
     else:
         _C.broadcast_coalesced(seen_by_cpp(group), tensors, buffer_size, rank)

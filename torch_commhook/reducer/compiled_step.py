@@ -142,6 +142,7 @@ class GraphStep(EagerStep):
 
     def __init__(self, attached: Attached, reducer: ReducerState) -> None:
         super().__init__(attached, reducer)
+        self._of_reducer = list(self._buckets)
         self._buckets = [copy(state) for state in self._buckets]
 
     def reset(self) -> None:
@@ -172,6 +173,7 @@ class GraphStep(EagerStep):
             before = parameter.grad
             given.insert(place, state.zeros(parameter) if before is None else before)
         state.pending, state.given = len(missing), given
+        state.memory = self._of_reducer[index].memory  # a state may be loaded meanwhile
         with torch.no_grad():
             self._start(state, given)
 

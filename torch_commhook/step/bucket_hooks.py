@@ -193,7 +193,7 @@ def is_in_backward() -> bool:
     """Whether this code runs inside backward, before the gradients are averaged."""
     if _done_calls:
         return False
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return bool(torch._dynamo.compiled_autograd.in_compiled_autograd_region)
     if torch._C._current_graph_task_id() != _NO_BACKWARD:
         return True

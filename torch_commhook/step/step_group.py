@@ -230,7 +230,7 @@ class StepGroup:
     def _note_outside(self, group: dist.ProcessGroup) -> None:
         is_own = self.recovers and group is self.group
         # Traced groups were noted when the hook was attached.
-        if not is_own and not torch.compiler.is_compiling() and group.size() > 1:
+        if not is_own and not torch.compiler.is_dynamo_compiling() and group.size() > 1:
             self._outside.add(group)
 
     def hook_changes(self) -> None:
