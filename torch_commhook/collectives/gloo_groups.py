@@ -467,7 +467,8 @@ def check_place(op: str, group: dist.ProcessGroup) -> None:
             ``torch.distributed`` nor the group that it wraps knows the rank; or its rank is none of
             its ranks.
     """
-    if torch.compiler.is_dynamo_compiling() or type(group) is dist.ProcessGroup or group.size() == 1:
+    is_traced = torch.compiler.is_dynamo_compiling()
+    if is_traced or type(group) is dist.ProcessGroup or group.size() == 1:
         return
     rank = _known_rank(group)
     if rank is None:
