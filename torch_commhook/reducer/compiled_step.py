@@ -85,7 +85,7 @@ def start_bucket(
         key: the reducer's key.
 
     Raises:
-        ValueError: the arguments do not fit the reducer.
+        ValueError: the key, or the number of gradients or elements, does not fit the reducer.
         Exception: the hook raised it.
     """
     _reducer("start_bucket", key).start_in_graph(index, gradients, missing)
@@ -99,7 +99,7 @@ def finish_step(token: Tensor, gradients: list[Tensor], key: str) -> None:
         gradients: those of all buckets. Written.
 
     Raises:
-        ValueError: the arguments do not fit the reducer.
+        ValueError: the key, or the number of gradients or elements, does not fit the reducer.
         RuntimeError: not all buckets have been started; or another rank failed.
         Exception: the hook raised it.
     """
