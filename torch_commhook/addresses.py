@@ -70,3 +70,29 @@ def loopback() -> str:
 def with_port(host: str, port: object) -> str:
     """The text of a host and a port; an IPv6 address is in brackets."""
     return f"[{host}]:{port}" if ":" in host and host[0] != "[" else f"{host}:{port}"
+
+
+def host_and_port(store: str) -> tuple[str, int]:
+    """The host and port of a store's text.
+
+    Args:
+        store: ``host:port``. An IPv6 address may be in brackets: ``[::1]:29400``.
+
+    Raises:
+        ValueError: the text is not ``host:port``.
+    """
+    host, _, port = store.rpartition(":")
+    is_v6 = ":" in host
+    if host.startswith("[") and host.endswith("]"):
+        host, is_v6 = host[1:-1], True
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ValueError(f"Elastic: store must be 'host:port', got {store!r}")
+    if is_v6:
+        try:
+            IPv6Address(host)
+        except ValueError:
+            raise ValueError(
+                "Elastic: store must be 'host:port', or '[address]:port' with an IPv6 address, "
+                f"got {store!r}"
+            ) from None
+    return host, int(port)

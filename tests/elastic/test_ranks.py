@@ -18,13 +18,13 @@ import pytest
 import torch.distributed as dist
 
 import torch_commhook as commhook
+from torch_commhook.addresses import host_and_port
 from torch_commhook.cli.store import DEFAULT_HOST, _store_at, main
 from torch_commhook.elastic.membership import Lost, Membership, TooFewRanksError, View
 from torch_commhook.elastic.ranks import (
     Elastic,
     ElasticRanks,
     PortProbe,
-    host_and_port,
     own_address,
 )
 
@@ -138,7 +138,7 @@ def test_signals(leaves: bool) -> None:
         os.kill(os.getpid(), signal.SIGUSR1)
         assert got == [signal.SIGUSR1], "the second one"
         ranks.leave()
-    assert signal.signal(signal.SIGUSR1, before) != ranks._ask
+    assert signal.signal(signal.SIGUSR1, before) != ranks._on_signal
 
 
 def test_signals_need_the_main_thread() -> None:

@@ -12,6 +12,7 @@ import remembering_hooks
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
+from mode_cases import compiled_backward
 from nested_values import different_paths
 from on_ranks import of_all_ranks, on_processes, on_ranks
 from remembering_hooks import check_same, hook_of, model_of
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_commhook import HookHandle, attach, hooks, reshard_states
+from torch_commhook import GradBucket, HookHandle, attach, hooks, reshard_states
 from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.process_group import RecordingProcessGroup
 from torch_commhook.testing import run_ranks
@@ -50,6 +51,32 @@ HOOKS = [
 
 
 # ---- going on ------------------------------------------------------------------------------------
+
+
+@on_processes
+def test_a_state_that_is_loaded_inside_a_step_counts_from_the_next_bucket(rank: int) -> None:
+    assert all(map(torch.equal, *(_loaded_inside(rank, compiled) for compiled in (False, True))))
+
+
+def _loaded_inside(rank: int, compiled: bool) -> list[nn.Parameter]:
+    torch._dynamo.reset()
+    model, handle = attached(net(), INT4, False)
+    states: list[dict[str, Any]] = []
+
+    def load(bucket: GradBucket) -> None:
+        if bucket.index() == 0 and states:
+            handle.load_state_dict(states.pop())
+
+    handle.register_buffer_prehook(load)
+    with compiled_backward(compiled):
+        train(model, rank, range(1))
+        early = handle.state_dict()
+        train(model, rank, range(1, 3))
+        states.append(early)
+        train(model, rank, range(3, 5))
+    assert len(handle.stats().buckets) > 1 and not states
+    handle.remove()
+    return list(model.parameters())
 
 
 def _trained(

@@ -36,7 +36,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 from training_models import PARTS, PLAIN, Net
 
-from torch_commhook import attach, autograd, hooks
+from torch_commhook import addresses, attach, autograd, hooks
 from torch_commhook.attachment.local_steps import LocalSteps
 from torch_commhook.elastic import ranks as elastic_ranks
 from torch_commhook.testing import run_ranks
@@ -350,7 +350,7 @@ def problem(history: History) -> str:
     host, port = history.host, history.seed + 1
     tolerance = 0.05 if {"bf16", "fp16", "grad_dtype"} & {*history.parts} else 1e-4
     try:
-        read = elastic_ranks.host_and_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        read = addresses.host_and_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
         assert read == (host, port), f"{host} and {port} are read as {read}"
         with contextlib.suppress(RuntimeError):  # a machine without IPv6
             if host in ("127.0.0.1", "::1"):

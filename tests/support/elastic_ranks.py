@@ -159,7 +159,7 @@ def _happens(
         handle.remove()
         raise SystemExit
     elif event["do"] == "leave in order":
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)  # on this thread, so at once
     elif event["do"] == "kill the first that sends":
         send = training_state.send
         training_state.send = partial(_send_or_die, folder / "died", send)

@@ -246,27 +246,27 @@ class ElasticTraining:
             self._steps_measured = 0 if self._attached.keeps_ranks_apart else 1
         return has_changed
 
-    def _hand_over(self, leaving: Sequence[int], others: Collection[int]) -> None:
-        """Add the unsent errors of members that leave to those of members that stay.
+    def _hand_over(self, leaving: Sequence[int], excluded: Collection[int]) -> None:
+        """Send the error memory of members that leave to others, which add it to their own.
 
-        If a member is lost meanwhile, these errors are lost too, as the log says.
+        If a member is lost meanwhile, this memory is lost too. The log says so.
 
         Args:
             leaving: the members that leave.
-            others: the members that get no errors.
+            excluded: the members that receive none.
         """
         members, group = self.ranks.view.members, self.group
         errors = self._attached.memory.unsent_errors()
-        heirs = [member for member in members if member not in others]
-        if not errors or not heirs:
+        receivers = [member for member in members if member not in excluded]
+        if not errors or not receivers:
             return
         packed = joined_bytes(errors)
         sends, gets = [0] * len(members), [0] * len(members)
         for number, member in enumerate(leaving):
-            heir = heirs[number % len(heirs)]
+            receiver = receivers[number % len(receivers)]
             if member == self.ranks.membership.own:
-                sends[members.index(heir)] = len(packed)
-            if heir == self.ranks.membership.own:
+                sends[members.index(receiver)] = len(packed)
+            if receiver == self.ranks.membership.own:
                 gets[members.index(member)] = len(packed)
         try:
             group.begin()
@@ -279,7 +279,7 @@ class ElasticTraining:
             group.end()
         except RuntimeError as error:
             lost = group.fail_with(error)
-            _log.warning("the error memory of ranks that leave is lost: %s", lost)
+            _log.warning("the error memory of the ranks that leave is lost: %s", lost)
             return
         for place in range(0, len(received), len(packed)):
             given = [torch.empty_like(own) for own in errors]

@@ -25,7 +25,7 @@ from torch_commhook.elastic.joining import (
     send,
     send_number,
 )
-from torch_commhook.elastic.ranks import ElasticRanks, donors_of
+from torch_commhook.elastic.ranks import ElasticRanks
 from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.native.runtime import skip_dynamo
 from torch_commhook.step.attached_hook import Attached
@@ -359,7 +359,7 @@ class NewRanks:
             return
         self._given = view.number
         own = ranks.membership.own
-        for new, donor in donors_of(view).items():
+        for new, donor in view.donors.items():
             if donor == own and new not in self.joining:
                 self._give_all(view.members.index(new))
 
@@ -385,7 +385,7 @@ class NewRanks:
         if self._new_rank is not None:
             self._new_rank.begin_step(group, self._own_donor(), is_first=is_first)
             return
-        members = [each for each, donor in donors_of(view).items() if donor == own]
+        members = [each for each, donor in view.donors.items() if donor == own]
         if is_first and members:
             head, pieces = packed(self._state.head()), self._state.pieces()
             for each in members:
@@ -461,4 +461,4 @@ class NewRanks:
     def _own_donor(self) -> int:
         """The place of this new rank's donor."""
         view = self._ranks.view
-        return view.members.index(donors_of(view)[self._ranks.membership.own])
+        return view.members.index(view.donors[self._ranks.membership.own])

@@ -92,6 +92,11 @@ class View:
         """The members that have the whole state."""
         return tuple(member for member in self.members if member not in self.new)
 
+    @property
+    def donors(self) -> dict[int, int]:
+        """The trained member that sends the state to each new member."""
+        return {new: self.trained[i % len(self.trained)] for i, new in enumerate(self.new)}
+
     def as_text(self) -> str:
         """Return the view as text for a store."""
         return json.dumps(asdict(self))

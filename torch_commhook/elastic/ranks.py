@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import ipaddress
 import json
 import logging
 import os
@@ -23,7 +22,13 @@ from typing import Any
 import torch.distributed as dist
 
 from torch_commhook import _C
-from torch_commhook.addresses import family_of, interfaces, loopback, with_port
+from torch_commhook.addresses import (
+    family_of,
+    host_and_port,
+    interfaces,
+    loopback,
+    with_port,
+)
 from torch_commhook.collectives.gloo_groups import destroy_group, make_group, state_of
 from torch_commhook.elastic.membership import Heartbeats, LeftOutError, Lost, Membership, View
 from torch_commhook.metrics import MembershipEvent
@@ -160,9 +165,10 @@ class Elastic:
         leave_on: a signal on which this process leaves in order, such as ``signal.SIGTERM``: it
             finishes the step, gives its error memory to another rank, and leaves; no rank repeats a
             step. Its next forward calls ``on_leave`` and raises ``SystemExit(128 + leave_on)``. A
-            second signal has its effect of before. :func:`attach` must run in the main thread then.
-        on_leave: called in this process alone, without arguments, once it has left. Parameters and
-            optimizers are those of the training after the last step: save them here.
+            second signal has the effect that it had before :func:`attach`, which must run in the
+            main thread.
+        on_leave: a function without arguments that saves the training. Only a process that leaves
+            in order calls it. Its parameters and optimizers are those of the other ranks.
 
     Raises:
         TypeError, ValueError: an attribute has a wrong type or value.
@@ -221,32 +227,6 @@ class Elastic:
                     raise TypeError(
                         f"Elastic: state[{number}] must have {method}(), got {_C.type_name(each)}"
                     )
-
-
-def host_and_port(store: str) -> tuple[str, int]:
-    """The host and port of a store's text.
-
-    Args:
-        store: ``host:port``. An IPv6 address may be in brackets: ``[::1]:29400``.
-
-    Raises:
-        ValueError: the text is not ``host:port``.
-    """
-    host, _, port = store.rpartition(":")
-    is_v6 = ":" in host
-    if host.startswith("[") and host.endswith("]"):
-        host, is_v6 = host[1:-1], True
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ValueError(f"Elastic: store must be 'host:port', got {store!r}")
-    if is_v6:
-        try:
-            ipaddress.IPv6Address(host)
-        except ValueError:
-            raise ValueError(
-                "Elastic: store must be 'host:port', or '[address]:port' with an IPv6 address, "
-                f"got {store!r}"
-            ) from None
-    return host, int(port)
 
 
 # ---- the ranks of a training that continues when some are lost, seen from one of them ------------
@@ -326,7 +306,7 @@ class ElasticRanks:
         self._process = os.getpid()
         self._handler: Any = None  # of the signal, before this training
         if settings.leave_on is not None:
-            self._handler = signal.signal(settings.leave_on, self._ask)
+            self._handler = signal.signal(settings.leave_on, self._on_signal)
         atexit.register(self.leave)
 
     @property
@@ -394,12 +374,12 @@ class ElasticRanks:
         threading.Thread(target=self._look_after, name="commhook-elastic", daemon=True).start()
         self._connect()
 
-    def _ask(self, number: int, _: object) -> None:
-        """Note a signal; with a second one, or before this is a member, let it have its effect."""
+    def _on_signal(self, number: int, _: object) -> None:
+        """Note the first signal to a member. Otherwise the signal has its effect of before."""
         if self.asked_by is None and self.membership.view is not None:
             self.asked_by = number
             _log.warning(
-                "rank %d: %s: it leaves after this step",
+                "rank %d leaves after this step, because of %s",
                 self.membership.own,
                 signal.Signals(number).name,
             )
@@ -410,7 +390,7 @@ class ElasticRanks:
     def _restore_handler(self) -> None:
         number, handler = self.settings.leave_on, self._handler
         with suppress(ValueError):  # another thread than the main one leaves
-            if number is not None and signal.getsignal(number) == self._ask:
+            if number is not None and signal.getsignal(number) == self._on_signal:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def end_if_left(self) -> None:
@@ -430,7 +410,8 @@ class ElasticRanks:
         """Leave the training. The others continue without this rank.
 
         Args:
-            within: the longest wait until they have noticed, in seconds.
+            within: the longest wait in seconds until they have agreed on the next members. Until
+                then some of them still receive the end of the last step.
         """
         # A forked process leaves nothing: it shares its parent's connections.
         if self._stopped.is_set() or os.getpid() != self._process:
@@ -710,8 +691,3 @@ def _store_of(settings: Elastic) -> dist.Store:
         wait_for_workers=False,
         timeout=timedelta(seconds=settings.timeout),
     )
-
-
-def donors_of(view: View) -> dict[int, int]:
-    """Map each new member to the trained member that sends it the state."""
-    return {new: view.trained[i % len(view.trained)] for i, new in enumerate(view.new)}

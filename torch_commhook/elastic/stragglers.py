@@ -97,7 +97,7 @@ class StepTimer:
 
 #: The bytes of a member's time, in float32.
 _TIME_BYTES = 4
-#: What is said of a member; 0 if nothing.
+#: A member's word: it is too slow, or it leaves by itself.
 _IS_SLOW, _LEAVES = 1, 2
 
 
@@ -151,19 +151,19 @@ class StepReport:
 
     def leave_out(self, place: int) -> None:
         """Write that the member at a place is to be left out, since it is slow."""
-        self._said()[place] = _IS_SLOW
+        self._words()[place] = _IS_SLOW
 
     def left_out(self) -> list[int]:
         """The places of the members that are to be left out."""
-        return (self._said() == _IS_SLOW).nonzero().flatten().tolist()
+        return self._places_of(_IS_SLOW)
 
     def write_leaves(self, place: int) -> None:
         """Write that the member at a place leaves after this step."""
-        self._said()[place] = _LEAVES
+        self._words()[place] = _LEAVES
 
     def leaving(self) -> list[int]:
         """The places of the members that leave after this step."""
-        return (self._said() == _LEAVES).nonzero().flatten().tolist()
+        return self._places_of(_LEAVES)
 
     def write_has_all(self, place: int) -> None:
         """Write that the member at a place has received all pieces."""
@@ -173,7 +173,10 @@ class StepReport:
         """The places of the members that have just received all pieces."""
         return self.values[-self._size :].nonzero().flatten().tolist() if self._joins else []
 
-    def _said(self) -> Tensor:
+    def _places_of(self, word: int) -> list[int]:
+        return [place for place, each in enumerate(self._words().tolist()) if each == word]
+
+    def _words(self) -> Tensor:
         return self.values[1 : 1 + self._size]
 
     def _times(self) -> Tensor:
