@@ -339,6 +339,9 @@ def _start_store() -> tuple[int, int]:
 
 def main(folder: str, cases: str) -> None:
     torch.set_num_threads(1)
+    # A TCPStore asks the name server for the name of its peer. An answer may take 5 s by default,
+    # but ranks begin without those that come 2 s after them, half of GRACE.
+    os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
     store, port = _start_store()
     try:
         for number, case in enumerate(json.loads(cases)):
