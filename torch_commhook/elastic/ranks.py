@@ -152,8 +152,8 @@ class Elastic:
             of ``python -m torch_commhook store``; or a store of ``torch.distributed``. It must live
             as long as the training. None means ``MASTER_ADDR`` and ``MASTER_PORT``, where
             ``torchrun`` runs one.
-        ranks: training begins at once with so many ranks. Fewer ranks, at least ``min_ranks``, begin
-            if no further rank comes for half of ``grace``; with None, this alone counts.
+        ranks: training begins at once with so many ranks. Fewer ranks, at least ``min_ranks``,
+            begin if no further rank comes for half of ``grace``; with None, this alone counts.
         timeout: seconds that a new rank waits for admission, and that a collective may take.
         straggler: a rank is slow in a step if its computing time exceeds this many times the median
             of all ranks; above 1. The log and :meth:`HookHandle.stats` name a rank that stays slow.
