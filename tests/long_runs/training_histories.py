@@ -382,7 +382,7 @@ _STEP = "attachment.local_steps.LocalSteps.before_optimizer_step"
 _CHANGED = "attachment.reducer_road.ReducerRoad._buffers_changed"
 _LAZY = "reducer.buckets.BucketState._lazy"
 _IGNORED = "attachment.parameters.ignored_names"
-_READ = "elastic.ranks.host_and_port"
+_READ = "addresses.host_and_port"
 
 #: Repairs that are undone, by number: the replaced names, and what replaces them.
 FAULTS: dict[str, tuple[str, Any]] = {
@@ -409,7 +409,8 @@ def planted(fault: str) -> Any:
     names, new = FAULTS[fault] if fault else ("", None)
     with contextlib.ExitStack() as stack:
         for name in names.split():
-            stack.enter_context(mock.patch(f"torch_commhook.{name}", new, create=True))
+            added = isinstance(new, property)  # in place of an attribute of each object
+            stack.enter_context(mock.patch(f"torch_commhook.{name}", new, create=added))
         yield
 
 
