@@ -245,6 +245,7 @@ def found() -> Counter[str]:
     return passed(TRIED, " or ".join(parts))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TRIED)
 def test_it_is_tried_as_all_codecs_are(found: Counter[str], name: str) -> None:
     assert found[name] >= TRIED[name][1]

@@ -163,19 +163,41 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+#: A case of each kind. ``make test`` runs these alone, each in a second or two.
+SHORT = (
+    "the first rank is killed",
+    "in order: errors are handed over",
+    "a new rank is let in",
+    "auto: ranks measure",
+    "in pieces: the mean",
+    "local steps are counted",
+    "streaming: the lost rank does not count",
+    "a slow rank is named",
+)
+
+
+def of(*names: str) -> pytest.MarkDecorator:
+    """A test of these cases."""
+    marks = {name: () if name in SHORT else pytest.mark.long for name in names}
+    return pytest.mark.parametrize("name", [pytest.param(n, marks=m) for n, m in marks.items()])
+
+
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """What the cases came to that this run's tests have."""
+    items = [each for each in request.session.items if isinstance(each, pytest.Function)]
+    names = {each.callspec.params["name"] for each in items if each.module is request.module}
     folder = tmp_path_factory.mktemp("elastic")
     script = SUPPORT / "elastic_ranks.py"
     done = subprocess.run(
-        [sys.executable, str(script), str(folder), json.dumps(list(CASES.values()))],
+        [sys.executable, str(script), str(folder), json.dumps([CASES[name] for name in names])],
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    return dict(zip(CASES, lines, strict=True))
+    return dict(zip(names, lines, strict=True))
 
 
 def _stats_of_done(found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -186,7 +208,7 @@ def _stats_of_done(found: dict[str, Any]) -> list[dict[str, Any]]:
     return done
 
 
-@pytest.mark.parametrize("name", CASES)
+@of(*CASES)
 def test_all_that_go_on_hold_the_same(outcomes: Outcomes, name: str) -> None:
     case, found = CASES[name], outcomes[name]
     if "the rank that gives" in name:  # whichever of them that is
@@ -215,7 +237,7 @@ def test_all_that_go_on_hold_the_same(outcomes: Outcomes, name: str) -> None:
         assert 1 < late[0][0] < case["steps"], "the new rank was let in in between"
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.get("late")])
+@of(*(name for name, case in CASES.items() if case.get("late")))
 def test_new_ranks_begin_as_the_others_do(outcomes: Outcomes, name: str) -> None:
     began = outcomes[name]["stats"][-1]["began"]
     # With fragments, a new rank begins where another one is.
@@ -223,7 +245,7 @@ def test_new_ranks_begin_as_the_others_do(outcomes: Outcomes, name: str) -> None
     assert began["remembers"] and (began["at_anchor"] or not is_at_anchor)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("in pieces")])
+@of(*(name for name in CASES if name.startswith("in pieces")))
 def test_a_new_rank_has_all_after_some_steps(outcomes: Outcomes, name: str) -> None:
     case, found = CASES[name], outcomes[name]
     steps = found["steps"][-1]
@@ -242,7 +264,7 @@ def test_a_new_rank_has_all_after_some_steps(outcomes: Outcomes, name: str) -> N
         assert moved == mean, step
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "auto" in CASES[name]["hook"]])
+@of(*(name for name in CASES if "auto" in CASES[name]["hook"]))
 def test_auto_chooses_alike(outcomes: Outcomes, name: str) -> None:
     choices = {each["choice"] for each in _stats_of_done(outcomes[name])}
     assert len(choices) == 1
@@ -250,7 +272,7 @@ def test_auto_chooses_alike(outcomes: Outcomes, name: str) -> None:
         assert choices == {"powersgd(rank=4)"}
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.get("together")])
+@of(*(name for name, case in CASES.items() if case.get("together")))
 def test_synchronize_brings_all_members_together(outcomes: Outcomes, name: str) -> None:
     seen = [dict(each["together"]) for each in _stats_of_done(outcomes[name])]
     of_step: dict[int, set[str]] = {}
@@ -262,8 +284,9 @@ def test_synchronize_brings_all_members_together(outcomes: Outcomes, name: str) 
     assert all(CASES[name]["steps"] in each for each in seen)
 
 
-def test_a_lost_rank_costs_its_round_only(outcomes: Outcomes) -> None:
-    found = outcomes["local steps are counted"]
+@of("local steps are counted")
+def test_a_lost_rank_costs_its_round_only(outcomes: Outcomes, name: str) -> None:
+    found = outcomes[name]
     values = {step: value for step, value, *_ in found["steps"][0] if value is not None}
     # A round of four steps by (3 + 2 + 6 + 0) / 4, then two by (3 + 6 + 0) / 3.
     assert values == {4: [-11.0, -8.25], 8: [-23.0, -17.25], 12: [-35.0, -26.25]}
@@ -271,16 +294,18 @@ def test_a_lost_rank_costs_its_round_only(outcomes: Outcomes) -> None:
     assert [step for step, *_ in found["steps"][3]] == list(range(1, 14))
 
 
-def test_a_repeated_exchange_begins_with_the_errors_of_before(outcomes: Outcomes) -> None:
-    found = outcomes["local steps: errors are those of before the exchange"]
+@of("local steps: errors are those of before the exchange")
+def test_a_repeated_exchange_begins_with_errors_of_before(outcomes: Outcomes, name: str) -> None:
+    found = outcomes[name]
     for number in (1, 2):
         values = [value for _, value, *_ in found["steps"][number]]
         # The larger number in the first step, and in the second twice the smaller one.
         assert values == [[-2.0, 0.0], [-2.0, -3.0]]
 
 
-def test_an_exchange_in_background_is_repeated_at_once(outcomes: Outcomes) -> None:
-    found = outcomes["streaming: the lost rank does not count"]
+@of("streaming: the lost rank does not count")
+def test_an_exchange_in_background_is_repeated_at_once(outcomes: Outcomes, name: str) -> None:
+    found = outcomes[name]
     for number in (1, 2):
         values = {step: value for step, value, *_ in found["steps"][number] if value is not None}
         # Three steps by (3 + 1) / 2, though the exchange had begun after two. Then one, whose
@@ -288,11 +313,8 @@ def test_an_exchange_in_background_is_repeated_at_once(outcomes: Outcomes) -> No
         assert values == {3: [-6.0, -4.5], 5: [-8.0, -6.0]}
 
 
-@pytest.mark.parametrize(
-    ("name", "error_lost"),
-    [("a rank is killed in its backward", False), ("the first rank is killed", True)],
-)
-def test_stats_tell_who_was_lost(outcomes: Outcomes, name: str, error_lost: bool) -> None:
+@of("a rank is killed in its backward", "the first rank is killed")
+def test_stats_tell_who_was_lost(outcomes: Outcomes, name: str) -> None:
     case, found = CASES[name], outcomes[name]
     (killed,) = case["events"]
     lost = [found["own"][killed["rank"]]]
@@ -300,10 +322,10 @@ def test_stats_tell_who_was_lost(outcomes: Outcomes, name: str, error_lost: bool
     for stats in _stats_of_done(found):
         (event,) = stats["membership"]
         assert event.pop("reason")
-        assert event == {**expected, "error_lost": error_lost}
+        assert event == {**expected, "error_lost": case["hook"] == "with error"}
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "in order" in name])
+@of(*(name for name in CASES if "in order" in name))
 def test_who_leaves_in_order_saves_what_all_have(outcomes: Outcomes, name: str) -> None:
     case, found = CASES[name], outcomes[name]
     gone = {event["rank"] for event in case["events"]}
@@ -321,21 +343,24 @@ def test_who_leaves_in_order_saves_what_all_have(outcomes: Outcomes, name: str) 
             assert event["reason"].endswith("left in order"), "no step has failed"
 
 
-def test_errors_of_who_leaves_are_sent_by_others(outcomes: Outcomes) -> None:
-    values = [value for _, value, *_ in outcomes["in order: errors are handed over"]["steps"][0]]
+@of("in order: errors are handed over")
+def test_errors_of_who_leaves_are_sent_by_others(outcomes: Outcomes, name: str) -> None:
+    values = [value for _, value, *_ in outcomes[name]["steps"][0]]
     # The one that stays sends half of both ranks' errors, (4 + 8) / 2, in its third step.
     assert values == [[-6.0, 0.0], [-6.0, -9.0], [-16.0, -9.0], [-16.0, -15.0]]
 
 
-def test_a_callback_is_told_of_the_ranks_and_of_their_changes(outcomes: Outcomes) -> None:
-    found = outcomes["a killed rank's process starts anew"]
+@of("a killed rank's process starts anew")
+def test_a_callback_is_told_of_ranks_and_their_changes(outcomes: Outcomes, name: str) -> None:
+    found = outcomes[name]
     for number, expected in ((0, [3, 2, 3]), (2, [3, 2, 3]), (3, [3])):
         *_, sizes = found["steps"][number][-1]
         assert sizes == expected
 
 
-def test_stats_tell_who_has_joined(outcomes: Outcomes) -> None:
-    found = outcomes["a killed rank's process starts anew"]
+@of("a killed rank's process starts anew")
+def test_stats_tell_who_has_joined(outcomes: Outcomes, name: str) -> None:
+    found = outcomes[name]
     for number in (0, 2):
         lost, joined = found["stats"][number]["membership"]
         assert lost["lost"] == [found["own"][1]] and not lost["joined"]
@@ -344,9 +369,7 @@ def test_stats_tell_who_has_joined(outcomes: Outcomes) -> None:
     assert found["stats"][3]["membership"] == [], "from when it has joined"
 
 
-@pytest.mark.parametrize(
-    "name", ["a slow rank is named", "too few would be left without the slow rank"]
-)
+@of("a slow rank is named", "too few would be left without the slow rank")
 def test_a_slow_rank_is_named(outcomes: Outcomes, name: str) -> None:
     (slow,), found = CASES[name]["events"], outcomes[name]
     for stats in found["stats"]:
@@ -355,9 +378,7 @@ def test_a_slow_rank_is_named(outcomes: Outcomes, name: str) -> None:
         assert stats["membership"] == []
 
 
-@pytest.mark.parametrize(
-    "name", ["a slow rank is left out", "local steps: a slow rank is left out"]
-)
+@of("a slow rank is left out", "local steps: a slow rank is left out")
 def test_a_slow_rank_is_left_out(outcomes: Outcomes, name: str) -> None:
     (slow,), found = CASES[name]["events"], outcomes[name]
     rank = found["own"][slow["rank"]]

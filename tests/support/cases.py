@@ -30,6 +30,7 @@ class Cases:
         #: Stored long cases of the collected files that are not there.
         self.unknown: list[str] = []
         self.measured: dict[str, dict[str, float]] = {}
+        #: Seconds of the fixtures of a case, which are the first one's if several have them.
         self.fixtures: Counter[str] = Counter()
 
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
@@ -71,7 +72,7 @@ class Cases:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         file, name = _parts(report.nodeid)
         if report.when != "call":
-            self.fixtures[file] += report.duration
+            self.fixtures[report.nodeid] += report.duration
             return
         self.measured.setdefault(file, {})[name] = report.duration
         if "long" in report.keywords:
@@ -90,12 +91,16 @@ class Cases:
             before = self._of(file).long
             found = Durations()
             for name, seconds in cases.items():
-                is_marked = f"tests/{file}::{name}" in self.marked
-                if is_marked or seconds > (SHORT_AGAIN if name in before else LONG):
+                nodeid = f"tests/{file}::{name}"
+                whole = seconds + self.fixtures[nodeid]
+                if nodeid in self.marked:
+                    found.long[name] = float(f"{whole:.2g}")
+                elif seconds > (SHORT_AGAIN if name in before else LONG):
                     found.long[name] = float(f"{seconds:.2g}")
+                    found.short += self.fixtures[nodeid]
                 else:
-                    found.short += seconds
-            found.short = round(found.short + self.fixtures[file], 2)
+                    found.short += whole
+            found.short = round(found.short, 2)
             new[file] = found
         return new
 
