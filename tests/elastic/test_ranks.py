@@ -19,14 +19,10 @@ import torch.distributed as dist
 
 import torch_commhook as commhook
 from torch_commhook.addresses import host_and_port
-from torch_commhook.cli.store import DEFAULT_HOST, _store_at, main
+from torch_commhook.cli.store import DEFAULT_HOST, main
 from torch_commhook.elastic.membership import Lost, Membership, TooFewRanksError, View
-from torch_commhook.elastic.ranks import (
-    Elastic,
-    ElasticRanks,
-    PortProbe,
-    own_address,
-)
+from torch_commhook.elastic.ranks import Elastic, ElasticRanks, PortProbe
+from torch_commhook.elastic.stores import own_address, serve
 
 
 @pytest.fixture
@@ -178,9 +174,9 @@ def _accepts(host: str, port: int, family: int = socket.AF_INET) -> bool:
 
 
 def test_the_store_and_the_port_of_a_rank_are_on_one_address_alone() -> None:
-    store = _store_at(DEFAULT_HOST, 0)
+    store = serve(DEFAULT_HOST, 0)[0]
     assert _accepts("127.0.0.1", store.port) and not _accepts("127.0.0.2", store.port)
-    door = PortProbe(store, 1, 10.0)
+    door = PortProbe(store, 1, 10.0, "127.0.0.1")
     assert door.unreachable([1]) == frozenset()
     port = int(store.get("door/1").decode().rpartition(" ")[2])
     assert _accepts("127.0.0.1", port) and not _accepts("127.0.0.2", port)
@@ -192,7 +188,7 @@ def test_the_store_and_the_port_of_a_rank_are_on_one_address_alone() -> None:
 def test_a_port_that_others_have_written_wrongly_is_unreachable(text: str) -> None:
     store = dist.HashStore()
     store.set("door/1", text)
-    door = PortProbe(store, 2, 10.0)
+    door = PortProbe(store, 2, 10.0, "127.0.0.1")
     assert door.unreachable([1]) == {1}
     door.close()
 
@@ -200,7 +196,7 @@ def test_a_port_that_others_have_written_wrongly_is_unreachable(text: str) -> No
 def test_a_port_that_its_rank_has_removed_is_unreachable_at_once() -> None:
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=100))
-    door = PortProbe(store, 2, 10.0)
+    door = PortProbe(store, 2, 10.0, "127.0.0.1")
     begun = time.monotonic()
     assert door.unreachable([1]) == {1}
     assert time.monotonic() - begun < 50
@@ -210,7 +206,7 @@ def test_a_port_that_its_rank_has_removed_is_unreachable_at_once() -> None:
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
 def test_a_store_on_all_networks() -> None:
-    store = _store_at("::", 0)
+    store = serve("::", 0)[0]
     assert _accepts("::1", store.port, socket.AF_INET6) and _accepts("127.0.0.1", store.port)
 
 
@@ -235,25 +231,25 @@ def test_the_address_of_a_rank_without_a_network(
 ) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr("torch_commhook.addresses.can_listen", lambda address: address == host)
-    assert own_address(dist.HashStore()) == host
+    assert own_address(None) == host
 
 
 def test_the_address_of_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"lo": ["127.0.0.1", "::1"], "v6": ["fd00::1"]}
-    monkeypatch.setattr("torch_commhook.elastic.ranks.interfaces", lambda: found)
+    monkeypatch.setattr("torch_commhook.elastic.stores.interfaces", lambda: found)
     for name, addresses in found.items():
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
-        assert own_address(dist.HashStore()) == addresses[0]
+        assert own_address(None) == addresses[0]
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
 def test_a_store_on_ipv6(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    store = _store_at(host, 0)
+    store = serve(host, 0)[0]
     assert _accepts("::1", store.port, socket.AF_INET6)
-    assert own_address(store) == "::1"
-    door = PortProbe(store, 1, 10.0)
+    assert own_address("::1") == "::1"
+    door = PortProbe(store, 1, 10.0, "::1")
     assert door.unreachable([1]) == frozenset()
     door.close()
 

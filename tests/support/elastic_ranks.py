@@ -29,19 +29,18 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import torch_commhook as commhook
 from torch_commhook import hooks
 from torch_commhook.attachment import choosing, elastic, training_state
 from torch_commhook.elastic import joining
+from torch_commhook.elastic.stores import serve
 from torch_commhook.elastic.stragglers import StepTimer
 from torch_commhook.planning.choice import Choice
 from torch_commhook.reducer import reducer  # noqa: F401  (now, not in each fork)
@@ -326,8 +325,8 @@ def _start_store() -> tuple[int, int]:
     process = os.fork()
     if process == 0:
         parent = os.getppid()
-        store = dist.TCPStore("localhost", 0, is_master=True, timeout=timedelta(seconds=TIMEOUT))
-        os.write(told, str(store.port).encode())
+        _store, own = serve("localhost", 0)
+        os.write(told, str(own).encode())
         while os.getppid() == parent:
             time.sleep(0.1)
         os._exit(0)

@@ -22,15 +22,10 @@ from typing import Any
 import torch.distributed as dist
 
 from torch_commhook import _C
-from torch_commhook.addresses import (
-    family_of,
-    host_and_port,
-    interfaces,
-    loopback,
-    with_port,
-)
+from torch_commhook.addresses import family_of, host_and_port
 from torch_commhook.collectives.gloo_groups import destroy_group, make_group, state_of
 from torch_commhook.elastic.membership import Heartbeats, LeftOutError, Lost, Membership, View
+from torch_commhook.elastic.stores import own_address, store_of
 from torch_commhook.metrics import MembershipEvent
 from torch_commhook.step.connected_group import (
     PeerError,
@@ -59,13 +54,13 @@ class PortProbe:
         store: where members find each other's ports.
         own: this process's number.
         timeout: seconds after which a member counts as unreachable.
+        address: that of this process's host.
     """
 
-    def __init__(self, store: dist.Store, own: int, timeout: float) -> None:
+    def __init__(self, store: dist.Store, own: int, timeout: float, address: str) -> None:
         self._store = store
         self._own = own
         self._timeout = timeout
-        address = own_address(store)
         self._socket = socket.create_server((address, 0), family=family_of(address), backlog=1024)
         self.port: int = self._socket.getsockname()[1]
         store.set(_key(own), f"{address} {self.port}")
@@ -96,25 +91,6 @@ class PortProbe:
 
 def _key(rank: int) -> str:
     return f"door/{rank}"
-
-
-def own_address(store: dist.Store) -> str:
-    """The address of this process's host, as others see it."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if interface:
-        found = interfaces().get(interface)
-        if found:
-            return found[0]
-    host = getattr(innermost(store), "host", None)
-    if host:
-        for family in (socket.AF_INET, socket.AF_INET6):
-            with suppress(OSError):
-                ((*_, towards), *_) = socket.getaddrinfo(host, 1, family, socket.SOCK_DGRAM)
-                with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                    probe.connect(towards)  # sends nothing
-                    address: str = probe.getsockname()[0]
-                    return address
-    return loopback()
 
 
 # ---- settings of a training that continues when ranks are lost -----------------------------------
@@ -280,7 +256,8 @@ class ElasticRanks:
         self._members: tuple[int, ...] = ()  # at the last connection
         self._reason = ""  # why the next members differ
         prefix = f"commhook-elastic/{hashed(settings.name)}"
-        self._store: Any = dist.PrefixStore(prefix, _store_of(settings))
+        store, host = store_of(settings.store, settings.timeout)
+        self._store: Any = dist.PrefixStore(prefix, store)
         if not can_append(self._store):
             raise ValueError(
                 "Elastic: store must be one that can append, such as a TCPStore, got "
@@ -298,7 +275,7 @@ class ElasticRanks:
             first_ranks=settings.ranks,
         )
         self._signs = Heartbeats(self._store, self.membership.own, half)
-        self._door = PortProbe(self._store, self.membership.own, half)
+        self._door = PortProbe(self._store, self.membership.own, half, own_address(host))
         self._base: dist.ProcessGroup | None = None
         self._addresses: list[Callable[[], object]] = []  # remove those of groups that have ended
         self._base_address: Callable[[], object] = lambda: None  # removes that of the base
@@ -668,26 +645,3 @@ def _lost(error: PeerError) -> Lost:
         return Lost()
     ranks = frozenset([reason.rank])
     return Lost(ended=ranks) if reason.has_ended else Lost(silent=ranks)
-
-
-def _store_of(settings: Elastic) -> dist.Store:
-    """The store where the ranks meet. Raises a ValueError if there is none."""
-    store = settings.store
-    if isinstance(store, dist.Store):
-        return store
-    if store is None:
-        found = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-        if not all(found):
-            raise ValueError(
-                "Elastic: store must be given, 'host:port', because MASTER_ADDR and MASTER_PORT "
-                "are not set; python -m torch_commhook store runs one"
-            )
-        store = with_port(*map(str, found))
-    host, port = host_and_port(store)
-    return dist.TCPStore(
-        host,
-        port,
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=settings.timeout),
-    )

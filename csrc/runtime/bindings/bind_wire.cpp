@@ -3,6 +3,7 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <chrono>
 #include <map>
 #include <memory>
@@ -18,6 +19,7 @@
 #include "runtime/wire/channel.h"
 #include "runtime/wire/endpoint.h"
 #include "runtime/wire/tls.h"
+#include "runtime/wire/tunnel.h"
 
 namespace py = pybind11;
 
@@ -104,6 +106,25 @@ void bind_wire(py::module_& m) {
       .def(
           "stop", [](const PyEndpoint& self) { self.get()->stop(); }, without_gil())
       .def("close", &PyEndpoint::close, without_gil());
+  // A process has a tunnel until it ends, or closes it: a child of fork() has no thread to join.
+  using wire::Tunnel;
+  py::class_<Tunnel, std::unique_ptr<Tunnel, py::nodelete>>(m, "WireTunnel")
+      .def(py::init([](int listener, const std::string& host, uint16_t port, const py::bytes& key,
+                       bool is_client) {
+             const std::string bytes = key;
+             const py::gil_scoped_release no_gil;
+             return new Tunnel(listener, host, port, bytes, is_client);
+           }),
+           py::arg("listener"), py::arg("host"), py::arg("port"), py::arg("key"),
+           py::arg("is_client"))
+      .def(
+          "prove",
+          [](const Tunnel& self, double timeout) {
+            const double seconds = timeout >= 0 ? std::min(timeout, 1e9) : 0;
+            self.prove(static_cast<wire::Time>(seconds * wire::kSecond));
+          },
+          py::arg("timeout"), without_gil())
+      .def("close", &Tunnel::close, without_gil());
   py::class_<wire::Exchanges, std::shared_ptr<wire::Exchanges>>(m, "WireExchanges")
       .def("reserve", &wire::Exchanges::reserve, py::arg("order") = 0, without_gil())
       .def("expect", &wire::Exchanges::expect, py::arg("outputs"), py::arg("place"),

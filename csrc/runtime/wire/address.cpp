@@ -12,24 +12,6 @@
 namespace commhook::wire {
 namespace {
 
-std::vector<Address> resolve(const std::string& host, const std::string& port, int flags) {
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_STREAM;
-  hints.ai_flags = flags;
-  addrinfo* found = nullptr;
-  std::vector<Address> places;
-  if (getaddrinfo(host.c_str(), port.c_str(), &hints, &found) != 0) {
-    return places;
-  }
-  for (const addrinfo* each = found; each != nullptr; each = each->ai_next) {
-    Address& place = places.emplace_back();
-    std::memcpy(&place.place, each->ai_addr, each->ai_addrlen);
-    place.size = each->ai_addrlen;
-  }
-  freeaddrinfo(found);
-  return places;
-}
-
 std::vector<Address> of_interface(const std::string& name) {
   std::vector<Address> places;
   ifaddrs* found = nullptr;
@@ -49,6 +31,24 @@ std::vector<Address> of_interface(const std::string& name) {
 }
 
 }  // namespace
+
+std::vector<Address> resolve(const std::string& host, const std::string& port, int flags) {
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = flags;
+  addrinfo* found = nullptr;
+  std::vector<Address> places;
+  if (getaddrinfo(host.c_str(), port.c_str(), &hints, &found) != 0) {
+    return places;
+  }
+  for (const addrinfo* each = found; each != nullptr; each = each->ai_next) {
+    Address& place = places.emplace_back();
+    std::memcpy(&place.place, each->ai_addr, each->ai_addrlen);
+    place.size = each->ai_addrlen;
+  }
+  freeaddrinfo(found);
+  return places;
+}
 
 std::string Address::text() const {
   char host[NI_MAXHOST] = "";

@@ -20,6 +20,9 @@ struct Address {
   static std::optional<Address> parse(const std::string& text);
 };
 
+// The addresses of a host and a port; empty if it is unknown. flags: AI_ of getaddrinfo().
+std::vector<Address> resolve(const std::string& host, const std::string& port, int flags = 0);
+
 // The addresses to listen at, the best first, with any port.
 //
 // host: an address, a name or an interface; "": the host's own name, and then loopback.

@@ -270,8 +270,8 @@ void TlsSession::collect() {
 
 void TlsSession::sent(size_t count) {
   out_sent_ += count;
-  if (out_sent_ == out_.size()) {
-    out_.clear();
+  if (2 * out_sent_ >= out_.size()) {
+    out_.erase(out_.begin(), out_.begin() + static_cast<ptrdiff_t>(out_sent_));
     out_sent_ = 0;
   }
 }
