@@ -58,8 +58,9 @@ def main(argv: Sequence[str]) -> int:
     ended = threading.Event()
     # Not before: Python runs no handler while the store is made.
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
-    for_whom = f"who proves to have the token in {TOKEN_FILE}" if has_token else "all who reach it"
-    print(f"commhook store: listening on {options.host}, port {port}, for {for_whom}", flush=True)
+    whom = f"those with the token in {TOKEN_FILE}" if has_token else "all who reach it"
+    where = f"{options.host}, port {port}"  # programs read the last word
+    print(f"commhook store: for {whom}, listening on {where}", flush=True)
     ended.wait()
     del store
     return 0
