@@ -16,6 +16,9 @@ from train_processes import TINY, finding, finished
 
 import torch_commhook
 
+#: The first one builds a wheel.
+pytestmark = pytest.mark.long
+
 SECONDS = 600
 _RELEASE = ".".join(torch.__version__.split(".")[:2])
 
