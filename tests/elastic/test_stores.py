@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -176,12 +177,13 @@ def _has_ended(connection: socket.socket) -> bool:
         return True
 
 
-def test_a_client_whose_process_ends_leaves_no_connection(port: int) -> None:
+def test_what_a_process_wrote_before_its_end_arrives(port: int) -> None:
     program = (
         "import sys\n"
         "from torch_commhook.elastic.stores import store_of\n"
         "store = store_of(sys.argv[1], 20.0)[0]\n"
-        "store.set('from', 'another process')\n"
+        "for number in range(6):\n"
+        "    store.set(str(number), b'x' * 5_000_000)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, f"127.0.0.1:{port}"],
@@ -190,7 +192,7 @@ def test_a_client_whose_process_ends_leaves_no_connection(port: int) -> None:
         timeout=120,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert client(port).get("from") == b"another process"
+    assert [len(client(port).get(str(number))) for number in range(6)] == [5_000_000] * 6
 
 
 def test_training_in_which_all_have_the_token(token: Path, tmp_path: Path) -> None:
@@ -212,6 +214,16 @@ def test_training_in_which_all_have_the_token(token: Path, tmp_path: Path) -> No
     found = json.loads(done.stdout)
     assert found["said"] == ["done", "killed", "done", "done"]
     assert len({tuple(steps[-1][:2]) for steps in found["steps"] if steps[-1][0] == 60}) == 1
+
+
+def test_ctrl_c_ends_the_wait_for_a_store(token: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    waits = threading.Timer(0.5, lambda: signal.raise_signal(signal.SIGINT))
+    waits.start()
+    with pytest.raises(KeyboardInterrupt):
+        client(port, timeout=60.0)
+    waits.join()
 
 
 def test_a_store_of_others_is_said_to_be_open(

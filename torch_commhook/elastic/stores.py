@@ -83,7 +83,7 @@ def _tunnel_to(host: str, port: int, key: bytes, timeout: float) -> int:
             tunnel = _tunnel(listener, host, port, key, is_client=True)
             try:
                 tunnel.prove(timeout)
-            except RuntimeError:
+            except BaseException:  # also Ctrl-C
                 tunnel.close()
                 raise
             _tunnels[place] = own

@@ -121,7 +121,12 @@ void bind_wire(py::module_& m) {
           "prove",
           [](const Tunnel& self, double timeout) {
             const double seconds = timeout >= 0 ? std::min(timeout, 1e9) : 0;
-            self.prove(static_cast<wire::Time>(seconds * wire::kSecond));
+            self.prove(static_cast<wire::Time>(seconds * wire::kSecond), [] {
+              const py::gil_scoped_acquire gil;
+              if (PyErr_CheckSignals() != 0) {  // Ctrl-C
+                throw py::error_already_set();
+              }
+            });
           },
           py::arg("timeout"), without_gil())
       .def("close", &Tunnel::close, without_gil());

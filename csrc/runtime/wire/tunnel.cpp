@@ -7,6 +7,7 @@
 #include <poll.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -24,6 +25,9 @@ constexpr uint64_t kWake = 0;
 constexpr uint64_t kListener = 1;
 constexpr Time kMillisecond = kSecond / 1000;
 constexpr Time kTick = kSecond / 2;
+// Programs end with words to a store for which they do not wait.
+constexpr Time kLongestClosing = kSecond;
+constexpr Time kClosingTick = kSecond / 200;
 constexpr size_t kReadBytes = 64 * 1024;
 constexpr size_t kMostWaiting = 256 * 1024;
 constexpr size_t kMostUnproven = 512;
@@ -145,7 +149,7 @@ void Tunnel::close() {
 
 // ---- the far end --------------------------------------------------------------------------------
 
-void Tunnel::prove(Time timeout) const {
+void Tunnel::prove(Time timeout, const std::function<void()>& pauses) const {
   const Time until = now() + timeout;
   const auto rest = [&](Time longest) {
     return static_cast<int>(std::max<Time>(0, std::min(until - now(), longest)) / kMillisecond);
@@ -183,6 +187,7 @@ void Tunnel::prove(Time timeout) const {
       }
       ++refusals;
     }
+    pauses();
     std::this_thread::sleep_for(std::chrono::nanoseconds(kPause));
   } while (now() < until && refusals < kMostRefusals);
   TORCH_CHECK_WITH(DistNetworkError, false, "no connection to ", where_, ": ", reason);
@@ -262,8 +267,9 @@ bool Tunnel::write(Connection& connection) const {
         send(connection.plain, connection.to_plain.data() + connection.to_plain_sent,
              connection.to_plain_size(), MSG_NOSIGNAL);
     if (count < 0) {
-      if (!must_wait()) {
-        return false;
+      if (!must_wait()) {  // nobody reads it; what has come from there still goes on
+        connection.has_ended = true;
+        connection.to_plain_sent = connection.to_plain.size();
       }
       break;
     }
@@ -284,13 +290,17 @@ void Tunnel::run() {
   c10::setThreadName("commhook_tunnel");
   std::array<epoll_event, 64> events;
   Time next_tick = now() + kTick;
-  while (true) {
-    const int count = epoll_wait(epoll_, events.data(), events.size(), kTick / kMillisecond);
+  Time end = 0;  // set when it closes
+  while (end == 0 || (now() < end && !is_idle())) {
+    const Time longest = end == 0 ? kTick : kClosingTick;
+    const int count = epoll_wait(epoll_, events.data(), events.size(), longest / kMillisecond);
     bool has_new = false;
     for (int i = 0; i < count; ++i) {
       const uint64_t id = events[i].data.u64 >> 1;
       if (id == kWake) {
-        return;
+        end = now() + kLongestClosing;
+        (void)epoll_ctl(epoll_, EPOLL_CTL_DEL, wake_, nullptr);
+        continue;
       }
       try {
         if (id == kListener) {
@@ -312,6 +322,16 @@ void Tunnel::run() {
       listen(true);
     }
   }
+}
+
+bool Tunnel::is_idle() const {
+  return std::all_of(connections_.begin(), connections_.end(), [](const auto& each) {
+    const Connection& connection = *each.second;
+    int waiting = 0;
+    return !connection.is_whole() ||
+           (connection.session->to_send_size() == 0 &&
+            (ioctl(connection.plain, FIONREAD, &waiting) != 0 || waiting == 0));
+  });
 }
 
 void Tunnel::listen(bool accepts) {

@@ -12,6 +12,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -36,15 +37,18 @@ class Tunnel {
   ~Tunnel();
 
   // Waits until the far end has proven that it has the key, on a connection of its own.
+  // pauses: called between two attempts; it may throw.
   // Errors: c10::DistNetworkError if it has not within this time; the text says why.
-  void prove(Time timeout) const;
-  // Ends all connections.
+  void prove(Time timeout, const std::function<void()>& pauses) const;
+  // Ends all connections, once what their clients have written has gone on.
   void close();
 
  private:
   struct Connection;
 
   void run();
+  // Whether nothing that clients have written waits here.
+  [[nodiscard]] bool is_idle() const;
   void listen(bool accepts);
   void accept_one();
   void handle(uint64_t id, bool is_secret, uint32_t events);
