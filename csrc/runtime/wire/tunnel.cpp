@@ -30,7 +30,7 @@ constexpr Time kLongestClosing = kSecond;
 constexpr Time kClosingTick = kSecond / 200;
 constexpr size_t kReadBytes = 64 * 1024;
 constexpr size_t kMostWaiting = 256 * 1024;
-constexpr size_t kMostUnproven = 512;
+constexpr size_t kMostUnproven = 1024;
 constexpr Time kLongestUnproven = 10 * kSecond;
 constexpr Time kPause = kSecond / 20;
 // Somebody who has another key refuses each time.
