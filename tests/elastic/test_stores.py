@@ -223,11 +223,13 @@ def test_training_in_which_all_have_the_token(token: Path, tmp_path: Path) -> No
 def test_ctrl_c_ends_the_wait_for_a_store(token: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # xdist's ignores it
     waits = threading.Timer(0.5, lambda: signal.raise_signal(signal.SIGINT))
     waits.start()
     with pytest.raises(KeyboardInterrupt):
-        client(port, timeout=60.0)
+        client(port, timeout=20.0)
     waits.join()
+    signal.signal(signal.SIGINT, before)
 
 
 def test_a_store_of_others_is_said_to_be_open(
