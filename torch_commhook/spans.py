@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -44,6 +44,7 @@ class BucketSpans:
         self.has_wire = False
         self._label = label
         self._profiler = profiler
+        self._sent: tuple[_C.Span, torch._C.Future[Any]] | None = None
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -54,9 +55,18 @@ class BucketSpans:
     def begin(self, stage: str, *, is_async: bool = False) -> _C.Span:
         """Begin the span of a stage of ``STAGES``, inside :meth:`active`.
 
-        If ``is_async``, another thread may end it.
+        If ``is_async``, another thread may end it. A span :meth:`until` a Future that is complete
+        ends before: other threads go on with the Future's value while its callbacks still run.
         """
+        if self._sent is not None and self._sent[1].done():
+            self._sent[0].end()
+            self._sent = None
         return _C.Span(self._profiler, f"commhook::{stage} ({self._label})", is_async)
+
+    def until(self, span: _C.Span, future: torch._C.Future[Any]) -> None:
+        """Let a span of this bucket end when a Future is complete."""
+        span.end_with(future)
+        self._sent = span, future
 
     def note_sent(self, result: object) -> None:
         """Record the wire span of a hook that does not use the library's collectives.
@@ -66,7 +76,7 @@ class BucketSpans:
         if self.has_wire or not isinstance(result, torch._C.Future) or result.done():
             return
         with self.active():
-            self.begin("wire", is_async=True).end_with(result)
+            self.until(self.begin("wire", is_async=True), result)
 
 
 def current_spans() -> BucketSpans | None:
@@ -120,20 +130,20 @@ class on_the_wire:  # noqa: N801 (a context manager)
             return span.until(issue())
     """
 
-    __slots__ = ("_span",)
+    __slots__ = ("_span", "_spans")
 
     def __enter__(self) -> on_the_wire:
         self._span: _C.Span | None = None
-        spans = current_spans()
-        if spans is not None:
-            spans.has_wire = True
-            self._span = spans.begin("wire", is_async=True)
+        self._spans = current_spans()
+        if self._spans is not None:
+            self._spans.has_wire = True
+            self._span = self._spans.begin("wire", is_async=True)
         return self
 
     def until(self, future: torch.futures.Future[T]) -> torch.futures.Future[T]:
         """Let the span end when a Future is complete; returns that."""
-        if self._span is not None:
-            self._span.end_with(future)
+        if self._spans is not None and self._span is not None:
+            self._spans.until(self._span, future)
         return future
 
     def __exit__(self, kind: object, *error: object) -> None:

@@ -329,6 +329,30 @@ def test_a_span_may_outlive_the_profiler() -> None:
     assert any(event["name"] == "aten::ones" for event in events)
 
 
+def test_a_span_ends_before_the_next_stage_begins() -> None:
+    """Other threads see that a Future is complete before its callbacks have run."""
+    sent: torch.futures.Future[Tensor] = torch.futures.Future()
+    is_decoded, is_complete = threading.Event(), threading.Event()
+
+    def earlier(future: torch.futures.Future[Tensor]) -> None:
+        is_complete.set()
+        assert is_decoded.wait(10)
+
+    sent.add_done_callback(earlier)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        of_bucket = spans.spans_of(lambda: "bucket 0, late")
+        with spans.active(of_bucket), spans.on_the_wire() as span:
+            span.until(sent)
+        thread = threading.Thread(target=lambda: sent.set_result(torch.ones(1)))
+        thread.start()
+        assert is_complete.wait(10)
+        with spans.active(of_bucket), spans.timed(None, "decode"):
+            is_decoded.set()
+            thread.join()
+    found = stages_by_bucket(spans_in(complete_events(profiler)), "late")
+    assert found == {0: ["wire", "decode"]}
+
+
 def test_a_collective_that_cannot_be_issued_ends_its_span() -> None:
     def fail() -> Any:
         raise ValueError("no")

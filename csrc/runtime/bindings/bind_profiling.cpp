@@ -52,7 +52,7 @@ void bind_profiling(py::module_& m) {
   py::class_<Span, std::shared_ptr<Span>>(m, "Span")
       .def(py::init<std::shared_ptr<ThreadProfiler>, const std::string&, bool>(),
            py::arg("profiler"), py::arg("name"), py::arg("is_async"))
-      .def("end", &Span::end)
+      .def("end", &Span::end, py::call_guard<py::gil_scoped_release>())
       .def(
           "end_with",
           [](const std::shared_ptr<Span>& span,

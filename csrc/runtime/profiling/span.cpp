@@ -67,10 +67,12 @@ Span::Span(std::shared_ptr<const ThreadProfiler> profiler, const std::string& na
 Span::~Span() { end(); }
 
 void Span::end() {
-  if (!ended_.exchange(true) && record_ && record_->isActive()) {
-    const ThreadProfiler::Guard guard(*profiler_);
-    record_->end();
-  }
+  std::call_once(ended_, [this] {
+    if (record_ && record_->isActive()) {
+      const ThreadProfiler::Guard guard(*profiler_);
+      record_->end();
+    }
+  });
 }
 
 void end_with(const std::shared_ptr<Span>& span, c10::ivalue::Future& future) {

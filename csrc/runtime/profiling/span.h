@@ -5,8 +5,8 @@
 #include <ATen/record_function.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 
-#include <atomic>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 
@@ -62,13 +62,13 @@ class Span {
   Span(Span&&) = delete;
   Span& operator=(Span&&) = delete;
 
-  // Ends the span, on any thread; later calls do nothing.
+  // Ends the span, on any thread. It has ended when this returns; later calls do nothing.
   void end();
 
  private:
   const std::shared_ptr<const ThreadProfiler> profiler_;
   std::optional<at::RecordFunction> record_;
-  std::atomic<bool> ended_{false};
+  std::once_flag ended_;
 };
 
 // Ends a span when a Future completes, before callbacks that are added later.
