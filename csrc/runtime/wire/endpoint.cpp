@@ -698,7 +698,10 @@ ssize_t State::transmit(Connection& connection, const iovec* spans, size_t count
     connection.tls->write(static_cast<const uint8_t*>(spans[i].iov_base), spans[i].iov_len);
     all += static_cast<ssize_t>(spans[i].iov_len);
   }
-  return send_tls(connection) ? all : -1;
+  // An error comes again with the next call. Some of these bytes may have been sent before it, and
+  // the other side may acknowledge them.
+  (void)send_tls(connection);
+  return all;
 }
 
 // Sends what TLS has for the socket, as much as that takes.
