@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import replace
 from typing import Any
@@ -326,7 +327,7 @@ def _counted(rank: int, text: str, levels: Any) -> tuple[int, int]:
     handle = attach(model, hook, bucket_cap_mb=WIDTH * WIDTH * 4 / (1 << 20), connections=levels)
     for _ in range(2):  # buckets are formed anew after the first
         model(torch.ones(1, WIDTH)).sum().backward()
-    connections = _established() - before
+    connections = len(_established() - before)  # earlier ones may end meanwhile
     before = _sent(endpoints)
     model(torch.ones(1, WIDTH)).sum().backward()
     count = _sent(endpoints) - before
@@ -343,21 +344,18 @@ def _sent(endpoints: Any) -> int:
     return sum(each.counts()["sent_messages"] for each in endpoints._present.values())
 
 
-def _established() -> int:
-    """TCP connections of this process."""
+def _established() -> set[str]:
+    """The inodes of this process's TCP connections."""
     sockets = set()
     for name in ("tcp", "tcp6"):
         with open(f"/proc/self/net/{name}") as table:
             rows = [line.split() for line in table.readlines()[1:]]
-        sockets |= {row[9] for row in rows if row[3] == "01"}
-    found = 0
+        sockets |= {f"socket:[{row[9]}]" for row in rows if row[3] == "01"}
+    found = set()
     for number in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{number}")
-        except OSError:
-            continue
-        found += target.startswith("socket:[") and target[8:-1] in sockets
-    return found
+        with contextlib.suppress(OSError):
+            found.add(os.readlink(f"/proc/self/fd/{number}"))
+    return found & sockets
 
 
 @pytest.mark.parametrize(
