@@ -175,7 +175,7 @@ def test_sums_that_do_not_fit(ranks: Callable[..., WireRanks]) -> None:
     def run(rank: int) -> None:
         found = world.backends[rank].exchanges()
         for wrong in (torch.ones(2, 2), torch.ones(4)[::2]):
-            with pytest.raises(ValueError, match="must be flat, and on the CPU"):
+            with pytest.raises(ValueError, match="must be flat"):
                 found.reduce(wrong, False, wrong, 0, SECONDS)
         tensor = torch.ones(3 + rank)
         with pytest.raises(dist.DistBackendError, match=r"sum 0 of order 0 of \d float32: rank"):
@@ -340,9 +340,9 @@ def test_what_is_refused(ranks: Callable[..., WireRanks]) -> None:
     byte, result = torch.zeros(1, dtype=torch.uint8), torch.ones(1)
     wrong = ([], [byte.view(1, 1)] * 2, [torch.zeros(1)] * 2, [byte])
     for each in wrong:
-        with pytest.raises(ValueError, match="inputs must hold a flat uint8 tensor on the CPU for"):
+        with pytest.raises(ValueError, match="inputs must hold a flat uint8 tensor for each rank"):
             start(world, 0, each, [byte, byte], result)
-        with pytest.raises(ValueError, match="outputs must hold a flat uint8 tensor on the CPU"):
+        with pytest.raises(ValueError, match="outputs must hold a flat uint8 tensor"):
             start(world, 0, [byte, byte], each, result)
     found = world.backends[0].exchanges()
     place = found.reserve()

@@ -431,8 +431,10 @@ def test_outputs_outlive_the_callers_names(worlds: Callable[[int], WireRanks]) -
 
 WRONG: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "no tensor": (lambda g, b: b.allreduce_coalesced([]), "non-empty tensor list"),
-    "another device": (lambda g, b: b.allreduce([torch.ones(1, device="meta")]), "CPU tensors"),
-    "sparse": (lambda g, b: b.broadcast([torch.eye(2).to_sparse()]), "dense CPU tensors"),
+    "no memory": (lambda g, b: b.allreduce([torch.ones(1, device="meta")]), "dense tensors"),
+    "another device": (lambda g, b: b.allgather([[torch.ones(1), torch.ones(1, device="meta")]],
+                       [torch.ones(1)]), "tensors"),
+    "sparse": (lambda g, b: b.broadcast([torch.eye(2).to_sparse()]), "dense tensors"),
     "sparse products": (lambda g, b: b.allreduce([torch.eye(2).to_sparse()], _options(
         "Allreduce", reduceOp=OPS.PRODUCT)), "only sums and means"),
     "root": (lambda g, b: g.broadcast([torch.ones(1)], _options("Broadcast", rootRank=7)),

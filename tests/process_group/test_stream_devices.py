@@ -39,10 +39,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from torch_commhook import GradBucket, HookHandle, attach, hooks, load_cpp_hooks
+from torch_commhook import GradBucket, HookHandle, PeerError, attach, hooks, load_cpp_hooks
 from torch_commhook.codecs import CODECS
-from torch_commhook.collectives import futures
+from torch_commhook.collectives import futures, wire
 
+#: As MIXED, with messages that pass through the host.
+HOST = "over the host"
+OVER = pytest.mark.parametrize("backend", [MIXED, pytest.param(HOST, marks=pytest.mark.long)])
 Paths = tuple[str, str]
 EAGER = {model: Mode(model, "eager") for model in ("module", "ddp")}
 by_model = pytest.mark.parametrize("model", EAGER)
@@ -93,7 +96,11 @@ def _device(backend: str | None) -> str:
 
 
 def _group(members: list[int], backend: str | None) -> Any:
-    return dist.new_group(members, backend=backend or "gloo")
+    return dist.new_group(members, backend=MIXED if backend == HOST else backend or "gloo")
+
+
+def _options(backend: str | None) -> dict[str, str]:
+    return {"wire": "host"} if backend == HOST else {}
 
 
 def _train(rank: int, paths: Paths, name: str, mode: Mode, backend: str | None) -> list[Tensor]:
@@ -102,23 +109,43 @@ def _train(rank: int, paths: Paths, name: str, mode: Mode, backend: str | None) 
     stream_groups.load(paths[0])  # also over Gloo: before the process's first backward
     group = _group([0, 1], backend)
     alone = [_group([each], backend) for each in range(2)][rank]
-    return _steps(rank, mode, module(), hook_of(name, group, alone), group, _device(backend))
+    hook, device = hook_of(name, group, alone), _device(backend)
+    return _steps(rank, mode, module(), hook, group, device, **_options(backend))
 
 
 def _steps(
-    rank: int, mode: Mode, net: nn.Module, hook: Any, group: dist.ProcessGroup, device: str
+    rank: int,
+    mode: Mode,
+    net: nn.Module,
+    hook: Any,
+    group: dist.ProcessGroup,
+    device: str,
+    **options: Any,
 ) -> list[Tensor]:
-    model, handle = attached(mode, net.to(device), hook, group)
+    model, handle = attached(mode, net.to(device), hook, group, **options)
+    before = stream_groups.issued()  # with rank 0's parameters
     found = parameters_of_steps(rank, mode, model)
     handle.remove()
+    # DDP itself uses the device's group.
+    assert not options or mode.model == "ddp" or stream_groups.issued() == before
     return found
 
 
 @by_model
+@OVER
 @pytest.mark.parametrize("name", NAMES)
-def test_results_are_those_over_gloo(ranks: RankPool, paths: Paths, name: str, model: str) -> None:
+def test_results_are_those_over_gloo(
+    ranks: RankPool, paths: Paths, name: str, backend: str, model: str
+) -> None:
     """The bits are those of the CPU, except powersgd's: ATen computes its products on a device."""
-    _compare(ranks, _train, paths, name, EAGER[model], same_bits=name != "powersgd")
+    same_bits = name != "powersgd"
+    _compare(ranks, _train, paths, name, EAGER[model], same_bits=same_bits, backend=backend)
+
+
+@pytest.mark.parametrize("name", ["cpp allreduce", "blockwise", "topk", "hierarchical"])
+def test_messages_over_the_host(ranks: RankPool, paths: Paths, name: str) -> None:
+    """Of one hook of each kind; the long cases have all."""
+    _compare(ranks, _train, paths, name, EAGER["module"], backend=HOST)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +154,79 @@ def test_results_are_those_over_gloo(ranks: RankPool, paths: Paths, name: str, m
 def test_a_group_that_knows_no_streams(ranks: RankPool, paths: Paths, name: str) -> None:
     """Such as Gloo's, whose Futures are complete before the copies to a device."""
     _compare(ranks, _train, paths, name, EAGER["module"], backend=STAGED)
+
+
+# ---- collectives of the backend "commhook" -------------------------------------------------------
+
+
+OWN = f"cpu:commhook,{NAME}:commhook"
+
+
+def _collectives(rank: int, path: str, backend: str | None) -> list[Tensor]:
+    """The results of each; on a device values come late, and so does what results overwrite."""
+    library = stream_groups.load(path)
+    wire.register_backend()
+    group = dist.new_group(backend=backend or "commhook")
+    device = _device(backend)
+
+    def late(*shape: int, value: float | None = None) -> Tensor:
+        numel = torch.Size(shape).numel()
+        tensor = torch.arange(numel, dtype=torch.float32).view(shape).to(device)
+        if backend is not None:
+            library.sleep(2 * stream_groups.DELAY_SECONDS)
+        return tensor.mul_(rank + 1.0).add_(1) if value is None else tensor.fill_(value)
+
+    def old(*shape: int) -> Tensor:
+        return late(*shape, value=-1.0)
+
+    found: list[Tensor] = []
+
+    def keep(work: Any, *results: Tensor) -> None:
+        if work is not None:
+            work.wait()
+        found.extend(result.clone().cpu() for result in results)
+
+    options: dict[str, Any] = {"group": group, "async_op": True}
+    for numel in (5, 90_001, 2_000_000):
+        tensor = late(numel)
+        keep(dist.all_reduce(tensor, **options), tensor)
+        tensor = late(numel)
+        keep(dist.broadcast(tensor, group_src=1, **options), tensor)
+        tensor, out = late(numel), old(2, numel)
+        keep(dist.all_gather_into_tensor(out, tensor, **options), out)
+        tensor, out = late(2, numel), old(numel)
+        keep(dist.reduce_scatter_tensor(out, tensor, **options), out)
+        tensor, out = late(numel), old(numel)
+        splits = [2, numel - 2] if rank == 0 else [numel - 2, 2]
+        sends = [2, numel - 2] if rank == 0 else [numel - 2, 2]
+        keep(dist.all_to_all_single(out, tensor, splits, sends, **options), out)
+        outs = [old(numel), old(numel)]
+        keep(dist.all_gather(outs, late(numel), **options), *outs)
+        tensor = late(numel, 2).t()
+        keep(dist.all_reduce(tensor, op=dist.ReduceOp.MAX, **options), tensor)
+        tensor = late(numel)
+        keep(dist.reduce(tensor, group_dst=0, **options), *([tensor] if rank == 0 else []))
+        outs = [old(numel), old(numel)] if rank == 0 else []
+        keep(dist.gather(late(numel), outs or None, group_dst=0, **options), *outs)
+        out = old(numel)
+        parts = [late(numel), late(numel)] if rank == 0 else None
+        keep(dist.scatter(out, parts, group_src=0, **options), out)
+        if rank == 0:
+            dist.send(late(numel), group=group, group_dst=1)
+        else:
+            dist.recv(out := old(numel), group=group, group_src=0)
+            keep(None, out)
+        several = [late(numel), late(3)]
+        work = group.allreduce_coalesced(several)
+        keep(work, *several)
+        tensor = late(numel)
+        future = dist.all_reduce(tensor, **options).get_future()
+        keep(None, future.then(lambda done: done.value()[0] * 2).wait())
+    return found
+
+
+def test_collectives_of_the_backend(ranks: RankPool, paths: Paths) -> None:
+    _compare(ranks, _collectives, paths[0], backend=OWN)
 
 
 # ---- on one device, without other processes ------------------------------------------------------
@@ -243,6 +343,37 @@ class FailsAtSecondBucket(hooks.allreduce):
 
 
 @on_pool("ranks")
+@by_model
+def test_a_failed_step_over_the_host_may_be_repeated(rank: int, paths: Paths, model: str) -> None:
+    """All ranks raise in that step; the steps after it are those of a run without it."""
+    stream_groups.load(paths[0])
+    mode, found = EAGER[model], []
+    for fails in (False, True):
+        group = dist.new_group(backend=MIXED)
+        hook = FailsAtSecondBucket()
+        net, handle = attached(mode, module().to(DEVICE), hook, group, wire="host")
+        errors = []
+        with mode.step_function(net) as step:
+            for number in range(4):
+                hook.fails = fails and rank == 1 and number == 2
+                for _ in range(2 if fails and number == 2 else 1):
+                    net.zero_grad()
+                    try:
+                        step(batch(rank, number).to(DEVICE))
+                    except (RuntimeError, OwnError) as error:
+                        errors.append(error)
+                        hook.fails = False
+                found.append([parameter.grad.cpu() for parameter in net.parameters()])
+        if fails:
+            (error,) = errors
+            wanted = OwnError if rank == 1 else PeerError
+            assert isinstance(error, wanted) and "boo" in str(error)
+            assert rank == 1 or error.rank == 1
+        handle.remove()
+    assert_same(found[:4], found[4:])
+
+
+@on_pool("ranks")
 @pytest.mark.parametrize("backend", [MIXED, NAME])
 @by_model
 def test_no_collective_meets_those_of_a_step_that_failed(
@@ -350,7 +481,9 @@ def _train_pairs(rank: int, path: str, name: str, model: str, backend: str | Non
     found = []
     with _late(path, backend) as hold_up:
         hook = HOOKS[name]()
-        net, handle = attached(mode, module().to(_device(backend)), hook, group)
+        net, handle = attached(
+            mode, module().to(_device(backend)), hook, group, **_options(backend)
+        )
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         with mode.step_function(net) as step:
             for number in range(5):
@@ -367,11 +500,13 @@ def _train_pairs(rank: int, path: str, name: str, model: str, backend: str | Non
 
 
 @by_model
+@OVER
 @pytest.mark.parametrize("name", HOOKS)
 def test_stages_on_streams_of_their_own(
-    pairs: RankPool, paths: Paths, name: str, model: str
+    pairs: RankPool, paths: Paths, name: str, backend: str, model: str
 ) -> None:
-    _compare(pairs, _train_pairs, paths[0], name, model, same_bits=name != "powersgd")
+    same_bits = name != "powersgd"
+    _compare(pairs, _train_pairs, paths[0], name, model, same_bits=same_bits, backend=backend)
 
 
 # ---- shards --------------------------------------------------------------------------------------
@@ -399,17 +534,16 @@ def _mesh(backend: str | None, is_replicated: bool) -> DeviceMesh:
     )
 
 
-SHARDED: dict[str, Callable[[nn.Module], HookHandle]] = {
-    "allreduce": lambda model: attach(model, hooks.allreduce()),
-    "cast": lambda model: attach(model, hooks.cast()),
-    "feedback": lambda model: attach(model, _feedback()),
-    "topk": lambda model: attach(model, hooks.topk(0.1)),
-    "shard_hook": lambda model: attach(model, hooks.cast(), shard_hook=_feedback()),
-    "weights": lambda model: attach(model, hooks.cast(), weights=CODECS["blockwise"](8)),
-    "local_sgd": lambda model: attach(model, hooks.local_sgd(2, hook=_feedback())),
-    "streaming": lambda model: attach(
-        model, hooks.local_sgd(2, hook=_feedback(), delay=1, mix=0.5)
-    ),
+#: The arguments of ``attach``.
+SHARDED: dict[str, Callable[[], dict[str, Any]]] = {
+    "allreduce": lambda: {"hook": hooks.allreduce()},
+    "cast": lambda: {"hook": hooks.cast()},
+    "feedback": lambda: {"hook": _feedback()},
+    "topk": lambda: {"hook": hooks.topk(0.1)},
+    "shard_hook": lambda: {"hook": hooks.cast(), "shard_hook": _feedback()},
+    "weights": lambda: {"hook": hooks.cast(), "weights": CODECS["blockwise"](8)},
+    "local_sgd": lambda: {"hook": hooks.local_sgd(2, hook=_feedback())},
+    "streaming": lambda: {"hook": hooks.local_sgd(2, hook=_feedback(), delay=1, mix=0.5)},
 }
 
 
@@ -426,10 +560,10 @@ def _train_sharded(
     fully_shard(model, mesh=mesh)
     found = []
     with _late(path, backend if is_replicated else None) as hold_up:
-        if is_replicated:
-            handle = SHARDED[name](model)
-        else:
-            handle = attach(model, hook_of(name, mesh.get_group(), mesh.get_group()))
+        given = SHARDED[name]() if is_replicated else {}
+        if not is_replicated:
+            given["hook"] = hook_of(name, mesh.get_group(), mesh.get_group())
+        handle = attach(model, **given, **_options(backend))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for number in range(3):
             optimizer.zero_grad()
@@ -449,10 +583,14 @@ def _train_sharded(
         *((name, False) for name in ("allreduce", "cast", "blockwise", "fp8", "sign")),
     ],
 )
-def test_results_of_shards(pairs: RankPool, paths: Paths, name: str, is_replicated: bool) -> None:
+@OVER
+def test_results_of_shards(
+    pairs: RankPool, paths: Paths, backend: str, name: str, is_replicated: bool
+) -> None:
     # On the CPU the library adds in the order of ranks, Gloo under the device in another one.
-    same_bits = is_replicated or name != "allreduce"
-    _compare(pairs, _train_sharded, paths[0], name, is_replicated, same_bits=same_bits)
+    same_bits = is_replicated or name != "allreduce" or backend == HOST
+    arguments = paths[0], name, is_replicated
+    _compare(pairs, _train_sharded, *arguments, same_bits=same_bits, backend=backend)
 
 
 # ---- compiled autograd ---------------------------------------------------------------------------

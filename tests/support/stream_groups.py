@@ -96,11 +96,20 @@ def _with_kernels() -> list[str]:
     return [each for each in names if hasattr(torch.ops.commhook, each.partition(".")[0])]
 
 
+def issued() -> int:
+    """The number of collectives that this process has put on a stream; 0 without the device."""
+    return sum(library.issued() for library in _loaded)
+
+
+_loaded: list[Any] = []
+
+
 @cache
 def load(path: str) -> Any:
     """Loads the library ``stream_device`` from its path, and registers its name with PyTorch."""
     library = load_library("stream_device", path)
     library.use_cpu_kernels(_with_kernels())
+    _loaded.append(library)
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _device_module())
 

@@ -59,6 +59,7 @@ def attach(
     broadcast_buffers: bool | None = None,
     init_sync: bool | None = None,
     connections: int | None = None,
+    wire: str = "auto",
     elastic: Elastic | None = None,
     shard_hook: Callable[..., Any] | str | None = None,
     weights: Codec | None = None,
@@ -96,11 +97,18 @@ def attach(
             On by default. As in DDP, those of ``_ddp_params_and_buffers_to_ignore`` stay each
             rank's own, here and in each forward.
         connections: the number of connections between two ranks that carry a large message, 1 to
-            16. It applies to ranks over Gloo with tensors on the CPU; elsewhere, and among
-            simulated ranks, ``attach`` warns that it has no effect. Several connections fill a link
+            16. It applies to tensors that go over the library's transport (``wire``); elsewhere,
+            and among simulated ranks, ``attach`` warns that it has no effect. Several connections
+            fill a link
             with long delays better than one. By default ``attach`` takes one among more than 16
             ranks, else four if they are faster. To find out, ranks on several machines with a round
             trip of 5 ms or more send each other a few MiB.
+        wire: what carries a hook's messages of tensors on a device, such as CUDA. ``"host"``: the
+            library's transport, which copies encoded messages to memory of the host and back, on
+            streams of its own: for ranks on several machines that a slow link connects. A failed
+            step then recovers as on the CPU. ``"device"``: the group's backend, such as NCCL.
+            ``"auto"``: the transport if that backend is Gloo or ``commhook``, which go through the
+            host in any case; else the backend. Tensors on the CPU always use the transport.
         elastic: for a module on the CPU: how training continues when ranks are lost, and how it
             admits new ranks. Uses connections of the library's own: see
             :class:`torch_commhook.Elastic`.
@@ -115,10 +123,10 @@ def attach(
         it removes the hook at the end of the block.
 
     If the hook raises an exception, ``backward()`` raises it with its type and traceback, and the
-    next backward works. Over Gloo the other ranks raise a :class:`PeerError` in the same step. Over
-    other backends they wait until the group's timeout. With tensors on another device than the
-    CPU, or over other backends, the next backward raises a RuntimeError, because collectives of the
-    failed step may still be running.
+    next backward works. If the group has a CPU backend that is Gloo or none, the other ranks raise
+    a :class:`PeerError` in the same step; otherwise they wait until the group's timeout. After a
+    step that went over NCCL or another backend of the group (``wire``), the next backward raises a
+    RuntimeError, because collectives of the failed step may still be running.
 
     An optimizer that steps inside ``backward()``, before gradients are averaged, raises a
     RuntimeError. It may step in :meth:`HookHandle.register_post_accumulate_hook`.
@@ -170,6 +178,7 @@ def attach(
         state=state,
         scaler=scaler,
         connections=connections,
+        wire=wire,
         elastic=elastic,
         shard_hook=shard_hook,
         weights=weights,
@@ -276,7 +285,8 @@ class _AttachingToModule(Attaching):
             raise error
         lasting = _lasting_road(self.model)
         if lasting is None:
-            step_group = StepGroup(group, greeting=digest_of(error, settings))
+            greeting = digest_of(error, settings)
+            step_group = StepGroup(group, greeting=greeting, devices=self.devices_over_host())
         else:
             step_group = lasting.group
         try:

@@ -474,6 +474,10 @@ class HookHandle:
 # ---- attaching a hook to a model -----------------------------------------------------------------
 
 
+#: What carries messages of tensors on a device.
+_WIRES = "auto", "host", "device"
+
+
 @dataclass(kw_only=True)
 class Attaching(ABC):
     """One call of :func:`torch_commhook.attach`: on all ranks, or on none.
@@ -491,6 +495,7 @@ class Attaching(ABC):
     state: object
     scaler: Scaler | None
     connections: int | None
+    wire: str
     elastic: Elastic | None
     shard_hook: Callable[..., Any] | str | None
     weights: Codec | None
@@ -540,11 +545,11 @@ class Attaching(ABC):
         count, group = self.connections, road.group
         if count in (None, 1) or group.size == 1:
             return
-        is_on_cpu = all(each.device.type == "cpu" for each in self.model.parameters())
-        if not (is_on_cpu and group.takes_connections):
+        is_carried = all(group.carries(each.device) for each in self.model.parameters())
+        if not (is_carried and group.takes_connections):
             warn_user(
-                f"attach: connections={count} has no effect: it applies to ranks over Gloo with "
-                "tensors on the CPU, and not to simulated ranks"
+                f"attach: connections={count} has no effect: it applies to tensors that go over "
+                "the library's transport, and not to simulated ranks"
             )
 
     def _take_back(self, handle: HookHandle | None) -> None:
@@ -571,7 +576,15 @@ class Attaching(ABC):
         return {
             "the scaler's scale": None if self.scaler is None else checked_scale(self.scaler),
             "connections": self.connections,
+            "wire": self.wire,
         }
+
+    def devices_over_host(self) -> set[str] | None:
+        """The types of devices whose tensors go over the library's transport; None: as suits."""
+        if self.wire == "auto":
+            return None
+        types = {parameter.device.type for parameter in self.model.parameters()}
+        return types - {"cpu"} if self.wire == "host" else set()
 
     def check_arguments(self) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
         """Check what does not depend on the kind of model; return the hook and ``shard_hook``."""
@@ -581,6 +594,9 @@ class Attaching(ABC):
         if isinstance(model, torch.jit.ScriptModule):
             raise TypeError("attach: model must not be a ScriptModule, which takes no Python hooks")
         check_connections(self.connections)
+        if self.wire not in _WIRES:
+            wanted = ", ".join(map(repr, _WIRES))
+            raise ValueError(f"attach: wire must be one of {wanted}, got {self.wire!r}")
         return as_hook(self.hook), None if shard_hook is None else as_hook(shard_hook)
 
     def check_unoccupied(self) -> None:

@@ -451,7 +451,7 @@ class CompressedCall:
 
     def is_exchanged(self, group: dist.ProcessGroup) -> bool:
         """Whether messages have their own lengths, without padding."""
-        return self.timeout is None and self.device.type == "cpu" and exchanges(group)
+        return self.timeout is None and exchanges(group, self.device)
 
     def issue_all_to_all(
         self, message: Tensor, sizes: Sequence[int], group: dist.ProcessGroup

@@ -337,17 +337,18 @@ def chained(
     first: torch.futures.Future[Tensor],
     start: Callable[[Tensor], torch.futures.Future[Tensor]],
     end: Callable[[Tensor], Tensor],
+    device: torch.device,
 ) -> torch.futures.Future[Tensor]:
-    """Run an asynchronous continuation of a CPU Future, on the thread that completes it.
+    """Run an asynchronous continuation of a Future, on the thread that completes it.
 
     Args:
         start: starts the continuation, from the value of ``first``. It must not wait.
         end: makes the result from the continuation's value.
 
     Returns:
-        A Future of the result of ``end``, or of an earlier error.
+        A Future of the result of ``end``, on the device, or of an earlier error.
     """
-    result: torch.futures.Future[Tensor] = torch.futures.Future()
+    result = _future_on(device)
 
     def over(done: torch.futures.Future[Tensor]) -> None:
         set_outcome(result, lambda: end(done.value()), caught=BaseException)
@@ -366,6 +367,10 @@ def chained(
     return result
 
 
+def _future_on(device: torch.device) -> torch.futures.Future[Tensor]:
+    return torch.futures.Future(devices=None if device.type == "cpu" else [device])
+
+
 def then_on_side_stream(
     future: torch.futures.Future[T],
     callback: Callable[[torch.futures.Future[T]], Tensor],
@@ -378,7 +383,7 @@ def then_on_side_stream(
     """
     if isinstance(future, TracedFuture) or device.type == "cpu" or not future.done():
         return then(future, callback, device)
-    result: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device])
+    result = _future_on(device)
 
     def waited_for() -> Tensor:
         future.wait()
@@ -567,6 +572,7 @@ def two_stages(
         first,
         lambda received: on_wire(issue_second(send(received)), meter, device),
         end,
+        device,
     )
 
 
@@ -581,8 +587,7 @@ def later(
     Returns:
         A Future of the result. It completes only after ``stage`` was called.
     """
-    result: torch.futures.Future[Tensor]
-    result = torch.futures.Future(devices=None if device.type == "cpu" else [device])
+    result = _future_on(device)
     stream = torch.cuda.current_stream(device) if has_streams(device) else None
 
     def issue() -> None:

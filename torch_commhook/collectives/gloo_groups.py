@@ -6,7 +6,7 @@ import os
 import stat
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -87,9 +87,8 @@ def every_state() -> list[GroupState]:
 def is_gloo(group: dist.ProcessGroup, device: str = "cpu") -> bool:
     """Whether a group is PyTorch's own, with Gloo or ``commhook`` for the tensors of a device."""
     backend = _backend_for(group, torch.device(device))
-    return dist.is_gloo_available() and (
-        type(backend) is dist.ProcessGroupGloo or isinstance(backend, _C.WireBackend)
-    )
+    is_own = isinstance(backend, _C.WireBackend)
+    return is_own or (dist.is_gloo_available() and type(backend) is dist.ProcessGroupGloo)
 
 
 def _backend_for(group: dist.ProcessGroup, device: torch.device) -> Any:
@@ -107,6 +106,12 @@ def is_gloo_or_own(group: dist.ProcessGroup) -> bool:
     # Newer compilers use another object while they trace.
     group = getattr(group, "real_obj", group)
     return state_of(group).own_backend is not None or is_gloo(group)
+
+
+def devices_over_host(group: dist.ProcessGroup) -> set[str]:
+    """The types of devices whose tensors pass through memory of the host in a group."""
+    types = {device.type for device in getattr(group, "_device_types", ())}
+    return {each for each in types - {"cpu"} if is_gloo(group, each)}
 
 
 def wire_backend(group: dist.ProcessGroup) -> _C.WireBackend | None:
@@ -355,6 +360,7 @@ def make_group(
     lost_after: float = LOST_AFTER,
     rails: int = 1,
     is_held: bool = False,
+    devices: Collection[str] = (),
 ) -> dist.ProcessGroup:
     """Make a group over the library's transport that ``torch.distributed`` knows.
 
@@ -368,6 +374,7 @@ def make_group(
         within: how long to wait for addresses; None: ``timeout``, that of its collectives.
         lost_after, rails: as for :func:`wire.endpoint`.
         is_held: whether the other ranks learn of a failure only when this one closes the backend.
+        devices: types of devices whose tensors it takes, beside those on the CPU.
 
     Raises:
         torch.distributed.DistStoreError: a rank has not come in that time.
@@ -380,10 +387,12 @@ def make_group(
         where, store, name, rank, len(ranks), timeout, within, list(ranks), is_held=is_held
     )
     group = dist.ProcessGroup(store, rank, len(ranks))
-    group._register_backend(_CPU, dist.ProcessGroup.BackendType.CUSTOM, backend)
+    types = ["cpu", *sorted(devices)]
+    for each in types:
+        group._register_backend(torch.device(each), dist.ProcessGroup.BackendType.CUSTOM, backend)
     group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
     group._set_group_desc(description)
-    make_known(group, name, ranks, "cpu:commhook", store)
+    make_known(group, name, ranks, ",".join(f"{each}:commhook" for each in types), store)
     state_of(group).own_backend = backend
     return group
 
@@ -402,9 +411,16 @@ def destroy_group(group: dist.ProcessGroup) -> None:
 # ---- the backend of collectives in places --------------------------------------------------------
 
 
-def exchanges(group: dist.ProcessGroup) -> bool:
-    """Whether a group's collectives on the CPU can have places. The same on all of its ranks."""
-    return group.size() > 1 and (is_gloo_or_own(group) or has_places(group))
+def exchanges(group: dist.ProcessGroup, device: torch.device = _CPU) -> bool:
+    """Whether a group's collectives of tensors on a device can have places. As on its other ranks.
+
+    Then tensors that are not on the CPU pass through memory of the host.
+    """
+    if group.size() == 1:
+        return False
+    if device.type == "cpu":
+        return is_gloo_or_own(group) or has_places(group)
+    return is_gloo(getattr(group, "real_obj", group), device.type)
 
 
 # Compilers treat the result as a constant.

@@ -46,6 +46,7 @@ from torch_commhook.collectives.gloo_groups import (
     group_store,
     group_timeout,
     is_gloo_or_own,
+    devices_over_host,
     is_known,
     make_group,
     resolve_group,
@@ -231,6 +232,7 @@ def group_over(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGr
             name,
             group_timeout(group),
             description=f"commhook: {len(ranks)} ranks of {group_description(group)}",
+            devices=devices_over_host(group),
         )
         weakref.finalize(group, destroy_group, found)
     else:
@@ -400,7 +402,7 @@ def _mode_of_now(is_traced: bool) -> Callable[[], AbstractContextManager[object]
 
 def _waits_for_nothing(device: torch.device, *groups: dist.ProcessGroup) -> bool:
     """Whether all stages have places."""
-    return device.type == "cpu" and all(group.size() == 1 or exchanges(group) for group in groups)
+    return all(group.size() == 1 or exchanges(group, device) for group in groups)
 
 
 def _in_background(
@@ -484,8 +486,8 @@ def _in_level(
         with mode():
             return last.gather(as_bytes(sums.view(-1)), outputs, gathered)
 
-    summed = chained(first, over_nodes, lambda own: own)
-    return chained(summed, in_node, lambda gathered: gathered)
+    summed = chained(first, over_nodes, lambda own: own, flat.device)
+    return chained(summed, in_node, lambda gathered: gathered, flat.device)
 
 
 def _flattened(

@@ -31,7 +31,8 @@ from torch_commhook.spans import on_the_wire
 
 # ---- collectives with places in an order: any number of them at once, started in any order -------
 #
-# On the CPU hooks' collectives go over the library's transport. Ranks take places in an order, and
+# On the CPU, and for tensors on a device that pass through memory of the host, hooks' collectives
+# go over the library's transport. Ranks take places in an order, and
 # any number of places is under way at the same time (``csrc/runtime/wire/exchanges.h``). Nobody
 # asks for a message: one that comes early is kept, up to 32 MiB from each rank. Up to 16 ranks send
 # each other messages of the needed length directly. So each stage takes half a round trip, and a
@@ -108,6 +109,7 @@ class Place:
         """
         self._keep(inputs[self.rank], outputs)
         given = list(inputs), list(outputs), result, self._number, stage, self._timeout, self.form
+        _refuse_capture("exchange", result.device)
         with on_the_wire() as span:
             return span.until(self._exchanges.start(*given))
 
@@ -130,6 +132,7 @@ class Place:
             return self.exchange(0, [own] * len(outputs), outputs, result)
         self._keep(own, outputs)
         given = list(outputs), result, self._number, self._timeout, self.form
+        _refuse_capture("gather", result.device)
         with on_the_wire() as span:
             return span.until(self._exchanges.gather(*given))
 
@@ -142,6 +145,7 @@ class Place:
         Returns a Future of the same tensor.
         """
         given = tensor.detach().view(-1), takes_maximum, tensor, self._number, self._timeout
+        _refuse_capture("sum", tensor.device)
         with on_the_wire() as span:
             return span.until(self._exchanges.reduce(*given))
 
@@ -161,9 +165,17 @@ def place_in(group: dist.ProcessGroup, order: int = FIRST, form: str = "") -> Pl
 
 def second_place(group: dist.ProcessGroup, device: torch.device) -> Place | None:
     """Take a second collective's place, before the first one is issued; None if it needs none."""
-    if torch.compiler.is_dynamo_compiling() or device.type != "cpu" or not exchanges(group):
+    if torch.compiler.is_dynamo_compiling() or not exchanges(group, device):
         return None
     return place_in(group, SECOND)
+
+
+def _refuse_capture(method: str, device: torch.device) -> None:
+    if is_capturing(device):
+        raise RuntimeError(
+            f"{method}: a CUDA graph cannot capture collectives of Gloo or commhook, which run on "
+            "the host; use a process group of NCCL"
+        )
 
 
 # ---- sums ----------------------------------------------------------------------------------------
@@ -172,11 +184,10 @@ def second_place(group: dist.ProcessGroup, device: torch.device) -> Place | None
 def sums_in_place(tensor: Tensor, group: dist.ProcessGroup) -> bool:
     """Whether sums of a tensor use :meth:`Place.reduce`; the same on all ranks."""
     return (
-        tensor.device.type == "cpu"
-        and tensor.layout == torch.strided
+        tensor.layout == torch.strided
         and tensor.dtype in _DTYPES
         and 0 < tensor_bytes(tensor) <= _MOST_SUMMED
-        and exchanges(group)
+        and exchanges(group, tensor.device)
     )
 
 
@@ -228,13 +239,11 @@ def issued_on_device(
 ) -> torch.futures.Future[Any]:
     """As :func:`issued`, with the value of the Work's Future, or ``result``.
 
-    Raises a RuntimeError if a CUDA graph captures the current stream, and the group is Gloo's.
+    Raises a RuntimeError if a CUDA graph captures the current stream, and the group's collectives
+    run on the host.
     """
-    if is_capturing(result.device) and is_gloo(group, result.device.type):
-        raise RuntimeError(
-            f"{method}: a CUDA graph cannot capture collectives of Gloo, which run on the host; "
-            "use a process group of NCCL"
-        )
+    if is_gloo(group, result.device.type):
+        _refuse_capture(method, result.device)
     with on_the_wire() as span:
         work = issue_unseen(issue, result.device)
         return span.until(_completion(work, group, method, result))
@@ -323,7 +332,7 @@ _ALL_GATHER, _ALL_TO_ALL = (
 def is_exchanged(tensor: Tensor, group: dist.ProcessGroup, timeout: timedelta | None) -> bool:
     """Whether collectives exchange a tensor's values; the same on all ranks."""
     # Exchanges have the group's timeout.
-    return timeout is None and tensor.device.type == "cpu" and exchanges(group)
+    return timeout is None and exchanges(group, tensor.device)
 
 
 def issue_all_reduce(

@@ -39,10 +39,12 @@ def _group(name: str) -> dist.ProcessGroup:
     return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
-def _group_and_place(name: str, is_second: bool) -> tuple[dist.ProcessGroup, Place | None]:
+def _group_and_place(
+    name: str, is_second: bool, device: torch.device
+) -> tuple[dist.ProcessGroup, Place | None]:
     """A group, and for a second stage the next place in their order, if any."""
     group = _group(name)
-    return group, place_in(group, SECOND) if is_second and exchanges(group) else None
+    return group, place_in(group, SECOND) if is_second and exchanges(group, device) else None
 
 
 def _started(future: torch.futures.Future[Tensor], result: Tensor) -> Tensor:
@@ -63,7 +65,7 @@ def start_all_reduce(tensor: Tensor, group_name: str, is_second: bool) -> Tensor
         A tensor of the same shape and dtype, for ``wait_tensor``.
     """
     result = tensor.clone(memory_format=torch.contiguous_format)
-    group, place = _group_and_place(group_name, is_second)
+    group, place = _group_and_place(group_name, is_second, tensor.device)
     return _started(issue_all_reduce(result, group, place=place), result)
 
 
@@ -84,7 +86,7 @@ def start_all_gather(
         A tensor for ``wait_tensor``: of shape ``(ranks, *tensor.shape)``, or flat with
         ``sum(sizes)`` bytes.
     """
-    group, place = _group_and_place(group_name, is_second)
+    group, place = _group_and_place(group_name, is_second, tensor.device)
     sent = tensor.clone(memory_format=torch.contiguous_format)
     if sizes is None:
         result = tensor.new_empty((group.size(), *tensor.shape))
@@ -148,7 +150,7 @@ def traced_all_reduce(
     """
     if is_alone(group):
         return TracedFuture(lambda: tensor)
-    if _is_dense_on_cpu(tensor):
+    if _is_started(tensor, group):
         return traced(start_all_reduce(tensor, group.group_name, is_second))
     return traced(_functional.all_reduce(tensor, "sum", group.group_name))
 
@@ -162,7 +164,7 @@ def traced_all_gather(
     form: str = "",
 ) -> TracedFuture:
     """Trace a gather of the tensors of all ranks: :func:`start_all_gather`."""
-    if _is_dense_on_cpu(tensor):
+    if _is_started(tensor, group):
         return traced(start_all_gather(tensor, sizes, group.group_name, is_second, form))
     ranks = group.size()
     shape = (ranks, *tensor.shape)
@@ -178,7 +180,7 @@ def traced_all_to_all(
     form: str = "",
 ) -> TracedFuture:
     """Trace an exchange of pieces of a tensor: :func:`start_all_to_all`."""
-    if _is_dense_on_cpu(tensor):
+    if _is_started(tensor, group):
         return traced(start_all_to_all(tensor, sends, gets, group.group_name, form))
     return traced_real(
         tensor,
@@ -194,5 +196,7 @@ def traced_real(tensor: Tensor, collective: Callable[[Tensor], Tensor]) -> Trace
     return done.then(lambda future: torch.view_as_complex(future.value()))
 
 
-def _is_dense_on_cpu(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.layout == torch.strided
+def _is_started(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether the operators above are used: on the CPU, and for what passes through its memory."""
+    is_there = tensor.device.type == "cpu" or exchanges(group, tensor.device)
+    return is_there and tensor.layout == torch.strided

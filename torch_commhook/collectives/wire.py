@@ -79,7 +79,8 @@ def register_backend() -> None:
         >>> dist.init_process_group("cpu:commhook,cuda:nccl")  # doctest: +SKIP
     """
     if _NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(_NAME, _make_backend, extended_api=True, devices=["cpu"])
+        devices = ["cpu", "cuda"]
+        dist.Backend.register_backend(_NAME, _make_backend, extended_api=True, devices=devices)
 
 
 def endpoint(lost_after: float = LOST_AFTER, rails: int = 1) -> _C.WireEndpoint:

@@ -454,7 +454,7 @@ class adaptive(Hook):  # noqa: N801 (a hook is written as it is called)
         ranks = memory.world_size
         sizes = [each.nbytes for each in blockwise(bits, self.block_size).segments(numel, ranks)]
         group = memory.group
-        if group is not None and _wire_device(memory).type == "cpu" and exchanges(group):
+        if group is not None and exchanges(group, _wire_device(memory)):
             return max(sum(sizes) + (ranks - 2) * own for own in sizes)
         return sum(sizes) - min(sizes) + (ranks - 1) * max(sizes)
 

@@ -211,7 +211,7 @@ class Attached:
         self._step_group = weakref.ref(group)
         self.memory.replays.prepare(device)
         self.memory.group = group.group_for(device)
-        if device.type == "cpu":
+        if group.carries(device):
             group.use_connections(self.connections)
         self.memory.on_step = self.hook.step_counted
         if self.follows_scale:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import threading
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -315,6 +316,7 @@ class ConnectedGroup:
         connect_within: how long ranks wait for each other to connect, and for a sign of their
             hosts. None: as long as collectives take at most, and ``wire.LOST_AFTER``.
         greeting: a digest of at most 32 bytes, which the ranks compare; see :meth:`is_alike`.
+        devices: as for :func:`make_group`.
 
     Raises:
         RuntimeError: a rank does not come within the time, or its process has ended.
@@ -328,6 +330,7 @@ class ConnectedGroup:
         description: str,
         connect_within: timedelta | None = None,
         greeting: bytes = b"",
+        devices: Collection[str] = (),
     ) -> None:
         self.name = name
         self.rank: int = like.rank()
@@ -350,6 +353,7 @@ class ConnectedGroup:
             within=self._within,
             lost_after=self._lost_after,
             is_held=True,
+            devices=devices,
         )
         self.backend = backend_of(self.group)
         try:

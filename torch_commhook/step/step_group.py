@@ -62,6 +62,7 @@ from torch import Tensor
 from torch_commhook._C import WireFailure
 from torch_commhook.collectives.gloo_groups import (
     destroy_group,
+    devices_over_host,
     every_state,
     exchanges,
     group_description,
@@ -140,6 +141,8 @@ class StepGroup:
             answer of its host; None for ``timeout``, and 15 s.
         greeting: a digest of at most 32 bytes: the argument of the first :attr:`all_alike`, which
             then takes less time.
+        devices: the types of devices whose tensors go over the library's transport, beside the CPU;
+            None for those of which the parent's go over Gloo.
 
     Attributes:
         group: the group through which hooks communicate. A failed step replaces its channel.
@@ -157,8 +160,11 @@ class StepGroup:
         meets_again: bool = True,
         connect_within: timedelta | None = None,
         greeting: bytes = b"",
+        devices: Collection[str] | None = None,
     ) -> None:
         self.parent = resolve_group(parent)
+        found = devices_over_host(self.parent) if devices is None else devices
+        self._carried = frozenset(found) | {"cpu"}
         self._meets_again = meets_again
         self._connect_within = connect_within
         self.size: int = self.parent.size()
@@ -221,9 +227,13 @@ class StepGroup:
     def _global_rank(self) -> int:
         return self._ranks[self.rank]
 
+    def carries(self, device: torch.device) -> bool:
+        """Whether tensors on a device go over the library's transport, if ranks can reconnect."""
+        return device.type in self._carried
+
     def group_for(self, device: torch.device) -> dist.ProcessGroup:
         """The group through which hooks communicate tensors on a device."""
-        group = self.group if device.type == "cpu" else self.parent
+        group = self.group if self.carries(device) else self.parent
         self._note_outside(group)
         return group
 
@@ -248,7 +258,10 @@ class StepGroup:
             not take part here.
         """
         if not (
-            self.recovers and device.type == "cpu" and is_gloo_or_own(group) and self._has(group)
+            self.recovers
+            and self.carries(device)
+            and is_gloo_or_own(group)
+            and self._has(group)
         ):
             self._note_outside(group)
             return group
@@ -570,6 +583,7 @@ class StepGroup:
             f"commhook: gradients over {group_description(like)}",
             connect_within=self._connect_within,
             greeting=greeting,
+            devices=self._carried - {"cpu"},
         )
         self._own.append(own)
         return own.group

@@ -33,14 +33,19 @@ struct Invalid {
   // Of all tensors.
   void check(const Tensors& tensors) const {
     for (const auto& tensor : tensors) {
-      if (tensor.layout() != at::kStrided || !tensor.is_cpu()) {
-        (*this)(c10::str("requires dense CPU tensors, got one of ", tensor.toString()));
+      if (tensor.layout() != at::kStrided || tensor.is_meta()) {
+        (*this)(c10::str("requires dense tensors, got one of ", tensor.toString()));
+      }
+      if (tensor.device() != tensors[0].device()) {
+        (*this)(c10::str("requires tensors on one device, got ", tensors[0].device(), " and ",
+                         tensor.device()));
       }
     }
   }
   void check_alike(const Tensors& tensors, const at::Tensor& model) const {
-    check({model});
-    check(tensors);
+    Tensors all{model};
+    all.insert(all.end(), tensors.begin(), tensors.end());
+    check(all);
     c10d::assertTypeAndSizesMatch(*this, tensors, model.options(), model.sizes());
   }
   void check_dtypes(const Tensors& tensors) const {
@@ -146,7 +151,7 @@ class ChannelBackend final : public WireBackend {
     Request request{OpType::BROADCAST, "broadcast"};
     const int root = check_rooted(request, tensors, options.rootRank, options.rootTensor);
     const auto operation = begin();
-    const auto data = rank_ == root ? Operation::input(tensors[0]) : operation->output(tensors);
+    const auto data = rank_ == root ? operation->input(tensors[0]) : operation->output(tensors);
     add_broadcast(*operation, data, root);
     request.of = c10::str(form_of(data), " from rank ", root);
     request.outputs = {tensors};
@@ -174,7 +179,7 @@ class ChannelBackend final : public WireBackend {
     const int root = check_rooted(request, tensors, options.rootRank, options.rootTensor);
     const Reduction reduction(options.reduceOp, tensors[0].scalar_type(), size_);
     const auto operation = begin();
-    const auto data = rank_ == root ? operation->output(tensors) : Operation::input(tensors[0]);
+    const auto data = rank_ == root ? operation->output(tensors, true) : operation->input(tensors[0]);
     add_reduce(*operation, data, root, reduction);
     request.of = c10::str(form_of(data), " by ", reduction.name(), " to rank ", root);
     request.outputs = {tensors};
@@ -236,12 +241,12 @@ class ChannelBackend final : public WireBackend {
     const int root = check_rooted(request, inputs, options.rootRank, 0);
     invalid.check_lists(outputs, rank_ == root, size_, "output lists");
     const auto operation = begin();
-    const auto own = Operation::input(inputs[0]);
+    const auto own = operation->input(inputs[0]);
     Tensors parts;
     if (rank_ == root) {
       invalid.check_alike(outputs[0], inputs[0]);
       parts = outputs_of(*operation, outputs[0]);
-      parts[rank_].copy_(own);
+      operation->copy(parts[rank_], own);
     }
     add_gather(*operation, own, parts, root);
     request.of = c10::str(form_of(own), " to rank ", root);
@@ -261,8 +266,8 @@ class ChannelBackend final : public WireBackend {
     Tensors parts;
     if (rank_ == root) {
       invalid.check_alike(inputs[0], outputs[0]);
-      parts = inputs_of(inputs[0]);
-      own.copy_(parts[rank_]);
+      parts = inputs_of(*operation, inputs[0]);
+      operation->copy(own, parts[rank_]);
       request.inputs = inputs[0];
     }
     add_scatter(*operation, own, parts, root);
@@ -279,7 +284,9 @@ class ChannelBackend final : public WireBackend {
     invalid.check_lists(inputs, true, size_, "input list");
     invalid.check_alike(inputs[0], outputs[0]);
     request.inputs = inputs[0];
-    return reduce_scatter(std::move(request), outputs, inputs_of(inputs[0]), options);
+    const auto operation = begin();
+    const auto parts = inputs_of(*operation, inputs[0]);
+    return reduce_scatter(operation, std::move(request), outputs, parts, options);
   }
 
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -304,7 +311,7 @@ class ChannelBackend final : public WireBackend {
     request.inputs = {input};
     return all_to_all(*operation, std::move(request),
                       rows_of_ranks(output, operation->output({output}), output_splits, size_),
-                      rows_of_ranks(input, Operation::input(input), input_splits, size_), options);
+                      rows_of_ranks(input, operation->input(input), input_splits, size_), options);
   }
 
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs,
@@ -320,7 +327,7 @@ class ChannelBackend final : public WireBackend {
     request.outputs = {outputs};
     request.inputs = inputs;
     return all_to_all(*operation, std::move(request), outputs_of(*operation, outputs),
-                      inputs_of(inputs), options);
+                      inputs_of(*operation, inputs), options);
   }
 
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
@@ -429,7 +436,9 @@ class ChannelBackend final : public WireBackend {
     return static_cast<int>(root);
   }
 
-  static Tensors inputs_of(const Tensors& tensors) { return c10::fmap(tensors, Operation::input); }
+  static Tensors inputs_of(Operation& operation, const Tensors& tensors) {
+    return c10::fmap(tensors, [&](const at::Tensor& each) { return operation.input(each); });
+  }
   static Tensors outputs_of(Operation& operation, const Tensors& tensors) {
     return c10::fmap(tensors, [&](const at::Tensor& each) { return operation.output({each}); });
   }
@@ -439,7 +448,7 @@ class ChannelBackend final : public WireBackend {
     Invalid(request).check_dtypes(tensors);
     const Reduction reduction(options.reduceOp, tensors[0].scalar_type(), size_);
     const auto operation = begin();
-    const auto data = operation->output(tensors);
+    const auto data = operation->output(tensors, true);
     add_all_reduce(*operation, data, reduction);
     request.of = c10::str(form_of(data), " by ", reduction.name());
     request.outputs = {tensors};
@@ -459,7 +468,7 @@ class ChannelBackend final : public WireBackend {
     request.of =
         c10::str(tensor.numel(), " sparse ", c10::getDtypeNames(tensor.scalar_type()).first);
     request.outputs = {{tensor}};
-    auto work = c10::make_intrusive<WireWork>(found->channel, request);
+    auto work = c10::make_intrusive<WireWork>(found->channel, request, nullptr);
     auto parts = request;
     parts.number = found->number++;
     found->channel->run(
@@ -527,7 +536,7 @@ class ChannelBackend final : public WireBackend {
                      const Tensors& inputs, const TensorLists& parts,
                      const c10d::AllgatherOptions& options) {
     for (size_t index = 0; index < inputs.size(); ++index) {
-      parts[index][rank_].copy_(Operation::input(inputs[index]));
+      operation->copy(parts[index][rank_], operation->input(inputs[index]));
       operation->base(static_cast<uint32_t>(index * (2 * size_ + 64)));
       add_all_gather(*operation, parts[index]);
       request.of += (index == 0 ? "" : ", ") + form_of(inputs[index]);
@@ -551,10 +560,10 @@ class ChannelBackend final : public WireBackend {
     return all_gather(operation, std::move(request), inputs, parts, options);
   }
 
-  WorkPtr reduce_scatter(Request request, const Tensors& outputs, const Tensors& parts,
+  WorkPtr reduce_scatter(const std::shared_ptr<Begun>& operation, Request request,
+                         const Tensors& outputs, const Tensors& parts,
                          const c10d::ReduceScatterOptions& options) {
     const Reduction reduction(options.reduceOp, parts[0].scalar_type(), size_);
-    const auto operation = begin();
     const auto result = operation->output(outputs);
     add_reduce_scatter(*operation, parts, result, reduction);
     request.of = c10::str(form_of(result), " by ", reduction.name());
@@ -571,11 +580,12 @@ class ChannelBackend final : public WireBackend {
     Tensors rows;
     for (size_t index = 0; index < inputs.size(); ++index) {
       invalid.check_whole(inputs[index], outputs[index], size_);
-      rows.push_back(Operation::input(inputs[index]).view({size_, outputs[index].numel()}));
+      rows.push_back(Operation::elements(inputs[index]).view({size_, outputs[index].numel()}));
     }
-    const auto all = rows.size() == 1 ? rows[0] : at::cat(rows, 1);
+    const auto operation = begin();
+    const auto all = operation->input(rows.size() == 1 ? rows[0] : at::cat(rows, 1));
     request.inputs = inputs;
-    return reduce_scatter(std::move(request), outputs, shards_of(all.view(-1), size_), options);
+    return reduce_scatter(operation, std::move(request), outputs, shards_of(all, size_), options);
   }
 
   WorkPtr all_to_all(Begun& operation, Request request, const Tensors& received,
@@ -583,7 +593,7 @@ class ChannelBackend final : public WireBackend {
     TORCH_CHECK(received[rank_].numel() == sent[rank_].numel(), "commhook ", request.name,
                 ": requires as many elements from this rank as to it, got ",
                 received[rank_].numel(), " and ", sent[rank_].numel());
-    received[rank_].copy_(sent[rank_]);
+    operation.copy(received[rank_], sent[rank_]);
     add_all_to_all(operation, sent, received);
     request.of = c10::getDtypeNames(sent[0].scalar_type()).first;
     return end(operation, std::move(request), options.timeout);
@@ -600,7 +610,7 @@ class ChannelBackend final : public WireBackend {
     const auto operation = begin();
     operation->base(kTagged | static_cast<uint32_t>(tag));
     if (is_send) {
-      operation->send(peer, Operation::input(tensors[0]));
+      operation->send(peer, operation->input(tensors[0]));
     } else {
       operation->receive(peer, operation->output(tensors));
     }

@@ -1,4 +1,4 @@
-// A backend of torch.distributed for tensors on the CPU: "commhook".
+// A backend of torch.distributed: "commhook". Tensors on a device pass through memory of the host.
 //
 // Ranks begin collectives in the same order; any number may be under way. Only wait() waits, and no
 // operation has a thread. If operations of up to 16 ranks differ, all of them get an error, as do

@@ -186,6 +186,11 @@ void Channel::run(std::function<void()> function, bool has_waits) {
       has_waits);
 }
 
+std::shared_ptr<const void> Channel::busy() const {
+  inner_->busy->add();
+  return {nullptr, [busy = inner_->busy](const void*) { busy->remove(); }};
+}
+
 std::optional<bool> Channel::drain(std::chrono::milliseconds longest) const {
   if (Workers::is_one()) {
     return false;  // it would wait for itself

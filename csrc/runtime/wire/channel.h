@@ -111,6 +111,8 @@ class Channel : public std::enable_shared_from_this<Channel> {
   // Runs a function on one of the process's threads for work that takes time, also after close().
   // has_waits: it waits for other such functions.
   void run(std::function<void()> function, bool has_waits = false);
+  // Lets drain() wait for what the caller has begun, as long as it exists.
+  [[nodiscard]] std::shared_ptr<const void> busy() const;
   // After close(): waits until no callback of an exchange and no such function runs. Returns
   // whether there was one; nothing if one still runs then. Returns false at once on a thread of
   // run().

@@ -1,6 +1,7 @@
 #include "runtime/wire/operation.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/StreamGuard.h>
 
 #include <algorithm>
 #include <mutex>
@@ -27,10 +28,11 @@ std::string Request::text() const {
   return text + where;
 }
 
-WireWork::WireWork(std::shared_ptr<Channel> channel, Request request)
+WireWork::WireWork(std::shared_ptr<Channel> channel, Request request, const Staging* staging)
     : Work(channel->rank(), request.type),
       channel_(std::move(channel)),
-      request_(std::move(request)) {}
+      request_(std::move(request)),
+      staging_(staging) {}
 
 bool WireWork::is_over_by(std::chrono::steady_clock::time_point deadline) {
   std::unique_lock lock(mutex_);
@@ -51,6 +53,9 @@ bool WireWork::wait(milliseconds timeout) {
     lock.unlock();
     std::rethrow_exception(error);
   }
+  if (written_) {
+    written_->block(staging_->current());
+  }
   return true;
 }
 
@@ -68,7 +73,8 @@ c10::intrusive_ptr<Future> WireWork::getFuture() {
     if (request_.outputs.size() > 1) {
       type = c10::ListType::create(type);
     }
-    future_ = c10::make_intrusive<Future>(type);
+    future_ = c10::make_intrusive<Future>(
+        type, staging_ == nullptr ? std::vector<c10::Device>() : std::vector{staging_->device()});
     if (completed_) {  // no callback can be there yet
       fill(*future_);
     }
@@ -77,6 +83,11 @@ c10::intrusive_ptr<Future> WireWork::getFuture() {
 }
 
 void WireWork::fill(Future& future) const {
+  // A Future's readers wait for the stream that is current here.
+  std::optional<c10::StreamGuard> guard;
+  if (staging_ != nullptr) {
+    guard.emplace(staging_->writing());
+  }
   if (exception_) {
     future.setError(exception_);
   } else if (request_.outputs.size() > 1) {
@@ -91,6 +102,10 @@ void WireWork::complete(const std::exception_ptr& error) {
   {
     std::lock_guard lock(mutex_);
     exception_ = error;
+    if (staging_ != nullptr && !error) {
+      written_.emplace(staging_->device().type());
+      written_->record(staging_->writing());
+    }
     completed_ = true;
     future = future_;
   }
@@ -112,27 +127,55 @@ std::vector<int> Operation::others() const {
   return others;
 }
 
-at::Tensor Operation::input(const at::Tensor& tensor) {
+at::Tensor Operation::elements(const at::Tensor& tensor) {
   const at::AutoDispatchBelowADInplaceOrView guard;  // a tensor that autograd does not know
   return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1);
 }
 
-at::Tensor Operation::output(const Tensors& tensors) {
-  Tensors inputs;
+at::Tensor Operation::input(const at::Tensor& tensor) { return staged(elements(tensor), true); }
+
+at::Tensor Operation::output(const Tensors& tensors, bool is_read) {
+  Tensors flat;
   for (const auto& tensor : tensors) {
-    inputs.push_back(input(tensor));
+    flat.push_back(elements(tensor));
   }
-  const bool is_copy = !inputs[0].is_alias_of(tensors[0]);
-  if (inputs.size() == 1 && !is_copy) {
-    return inputs[0];
+  const bool is_copy = !flat[0].is_alias_of(tensors[0]);
+  auto all = flat[0];
+  if (flat.size() > 1 || is_copy) {
+    all = flat.size() == 1 ? flat[0] : at::cat(flat);
+    int64_t begin = 0;
+    for (const auto& tensor : tensors) {
+      copies_.emplace_back(tensor, all.narrow(0, begin, tensor.numel()).view(tensor.sizes()));
+      begin += tensor.numel();
+    }
   }
-  const auto all = inputs.size() == 1 ? inputs[0] : at::cat(inputs);
-  int64_t begin = 0;
-  for (const auto& tensor : tensors) {
-    copies_.emplace_back(tensor, all.narrow(0, begin, tensor.numel()).view(tensor.sizes()));
-    begin += tensor.numel();
+  const auto memory = staged(all, is_read);
+  if (!memory.is_same(all)) {
+    puts_.emplace_back(all, memory);
   }
-  return all;
+  return memory;
+}
+
+at::Tensor Operation::staged(const at::Tensor& flat, bool is_read) {
+  if (flat.is_cpu()) {
+    return flat;
+  }
+  staging_ = &Staging::on(flat.device());
+  auto memory = Staging::memory(flat);
+  if (is_read && flat.numel() > 0) {
+    staging_->fetch(flat, memory);
+    tensors_.push_back(flat);
+    has_fetched_ = true;
+  }
+  return memory;
+}
+
+void Operation::copy(const at::Tensor& to, const at::Tensor& from) {
+  if (staging_ == nullptr) {
+    to.copy_(from);
+  } else {
+    first_.emplace_back(to, from);
+  }
 }
 
 void Operation::then(size_t bytes, std::function<void()> compute) {
@@ -166,19 +209,48 @@ void Operation::exchange(int peer, const at::Tensor& sent, const at::Tensor& rec
 }
 
 c10::intrusive_ptr<WireWork> Operation::begin(Request request) {
-  size_t bytes = 0;
+  size_t bytes = staging_ == nullptr ? 0 : kAtOnce + 1;  // a device may take its time
   for (const auto& copy : copies_) {
     bytes += 2 * copy.first.nbytes();
   }
-  then(bytes, [copies = std::move(copies_)] {
-    for (const auto& [to, from] : copies) {
+  then(bytes, [this] { write_results(); });
+  auto work = c10::make_intrusive<WireWork>(channel_, std::move(request), staging_);
+  work_ = work;
+  if (staging_ == nullptr) {
+    go_on();
+    return work;
+  }
+  begun_ = staging_->now();
+  const auto start = [self = shared_from_this(), busy = channel_->busy()](std::exception_ptr error) {
+    self->error_ = std::move(error);
+    for (const auto& [to, from] : self->first_) {
       to.copy_(from);
     }
-  });
-  auto work = c10::make_intrusive<WireWork>(channel_, std::move(request));
-  work_ = work;
-  go_on();
+    if (self->error_) {  // others wait for this rank's messages
+      self->channel_->fail(self->work_->request().text() + ": the device has failed");
+    }
+    self->go_on();
+  };
+  if (has_fetched_) {
+    staging_->when_fetched(start);
+  } else {
+    start(nullptr);
+  }
   return work;
+}
+
+void Operation::write_results() {
+  std::optional<c10::StreamGuard> guard;
+  if (staging_ != nullptr) {
+    begun_->block(staging_->writing());
+    guard.emplace(staging_->writing());
+  }
+  for (const auto& [to, from] : puts_) {
+    staging_->put(to, from);
+  }
+  for (const auto& [to, from] : copies_) {
+    to.copy_(from);
+  }
 }
 
 void Operation::go_on() {
@@ -249,6 +321,9 @@ void Operation::finish() {
   // Whoever drops the operation last, perhaps while it holds a lock, finds nothing left in it.
   steps_.clear();
   tensors_.clear();
+  for (auto* copies : {&first_, &puts_, &copies_}) {
+    copies->clear();
+  }
   auto work = std::move(work_);
   work->complete(std::exchange(error_, nullptr));
   if (work.use_count() == 1) {  // tensors may have Python objects, which need the GIL to go

@@ -3,6 +3,9 @@
 // An operation is made in two parts. First it is written down, with all memory that it needs; this
 // may throw. Then begin() sends its first messages, and each round begins where the one before has
 // ended: on the endpoint's thread, which computes what is small, or on one for long work.
+//
+// All of this works with memory of the host. For tensors on a device, the first messages begin when
+// the device has made the inputs and copied them, and the results are copied to it at last.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -21,6 +24,7 @@
 
 #include "runtime/python/torch_release.h"
 #include "runtime/wire/channel.h"
+#include "runtime/wire/staging.h"
 
 namespace commhook::wire {
 
@@ -44,10 +48,13 @@ struct Request {
 
 class WireWork : public c10d::Work {
  public:
-  WireWork(std::shared_ptr<Channel> channel, Request request);
+  // staging: of the results' device; null for the CPU.
+  WireWork(std::shared_ptr<Channel> channel, Request request, const Staging* staging);
 
-  // Without a timeout, waits until the operation ends, by the group's timeout at the latest.
+  // Without a timeout, waits until the operation ends, by the group's timeout at the latest. Then
+  // the caller's stream waits for the results on a device.
   bool wait(std::chrono::milliseconds timeout) override;
+  void synchronize() override { wait(kNoTimeout); }
   std::vector<at::Tensor> result() override;
   int sourceRank() const override { return request_.source; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
@@ -59,7 +66,8 @@ class WireWork : public c10d::Work {
 
   // Whether it is over by then.
   bool is_over_by(std::chrono::steady_clock::time_point deadline);
-  // Called once. Callbacks of the Future run on a thread of the channel.
+  // Called once, after all copies to a device were put on its stream. Callbacks of the Future run
+  // on a thread of the channel.
   void complete(const std::exception_ptr& error);
   [[nodiscard]] const Request& request() const { return request_; }
 
@@ -68,7 +76,9 @@ class WireWork : public c10d::Work {
 
   const std::shared_ptr<Channel> channel_;
   const Request request_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;  // under mutex_
+  const Staging* const staging_;
+  std::optional<c10::Event> written_;               // under mutex_, as is
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
 class Operation : public std::enable_shared_from_this<Operation> {
@@ -80,10 +90,16 @@ class Operation : public std::enable_shared_from_this<Operation> {
   [[nodiscard]] std::vector<int> others() const;
 
   // The elements of a tensor, in order; its own memory if they lie there so.
-  static at::Tensor input(const at::Tensor& tensor);
-  // The elements of tensors of one dtype, one tensor after the other. At last, they are written to
-  // the tensors, if they are not in the memory of one.
-  at::Tensor output(const Tensors& tensors);
+  static at::Tensor elements(const at::Tensor& tensor);
+  // The same in memory of the host: that of elements(), or another one, which has them when the
+  // first messages begin.
+  at::Tensor input(const at::Tensor& tensor);
+  // Memory of the host for the elements of tensors of one dtype, one tensor after the other. At
+  // last, they are written to the tensors, if they are not in the memory of one.
+  // is_read: whether it has the tensors' values first, as for input().
+  at::Tensor output(const Tensors& tensors, bool is_read = false);
+  // Copies within memory of input() and output(), before the first messages.
+  void copy(const at::Tensor& to, const at::Tensor& from);
 
   // The stages of the patterns that follow begin with this one.
   void base(uint32_t stage) { base_ = stage_ = stage; }
@@ -109,6 +125,9 @@ class Operation : public std::enable_shared_from_this<Operation> {
     size_t bytes = 0;
   };
 
+  // Memory of the host for flat elements; null if that is theirs.
+  at::Tensor staged(const at::Tensor& flat, bool is_read);
+  void write_results();
   Channel::Message message(int peer, const at::Tensor& tensor, void* memory);
   void go_on();
   // Whether the step is over already; else it calls go_on() later.
@@ -122,7 +141,13 @@ class Operation : public std::enable_shared_from_this<Operation> {
   std::vector<Step> steps_{1};
   size_t next_ = 0;                                        // in steps_
   Tensors tensors_;                                        // of the messages
-  std::vector<std::pair<at::Tensor, at::Tensor>> copies_;  // to make at last: to, from
+  using Copies = std::vector<std::pair<at::Tensor, at::Tensor>>;  // to, from
+  Copies first_;                                           // before the first messages
+  Copies puts_;                                            // at last, to the device
+  Copies copies_;                                          // after these
+  Staging* staging_ = nullptr;                             // if tensors are on a device
+  std::optional<c10::Event> begun_;                        // of the caller's stream there
+  bool has_fetched_ = false;
   uint32_t base_ = 0;
   uint32_t stage_ = 0;
   std::exception_ptr error_;

@@ -99,7 +99,7 @@ void gather_by_doubling(Operation& operation, const Tensors& parts) {
   const auto row = [=](int index) {
     return static_cast<uint8_t*>(rows.mutable_data_ptr()) + index * bytes;
   };
-  std::memcpy(row(0), parts[rank].const_data_ptr(), bytes);
+  operation.then(bytes, [=] { std::memcpy(row(0), parts[rank].const_data_ptr(), bytes); });
   uint32_t stage = 0;
   for (int has = 1; has < size; has *= 2) {
     const int count = std::min(has, size - has);
@@ -310,8 +310,16 @@ void add_reduce_scatter(Operation& operation, const Tensors& parts, const at::Te
     reduce_directly(operation, parts, result, reduction);
     return;
   }
-  const auto all = at::cat(parts);
+  int64_t numel = 0;
+  for (const auto& part : parts) {
+    numel += part.numel();
+  }
+  const auto all = at::empty({numel}, result.options());
   const auto copies = shards_of(all, operation.size());
+  operation.then(all.nbytes(), [=] {
+    at::Tensor into = all;
+    at::cat_out(into, parts);
+  });
   if (is_small(operation, all)) {
     reduce_by_doubling(operation, all, reduction);
   } else {

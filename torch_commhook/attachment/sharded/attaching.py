@@ -150,7 +150,7 @@ class AttachingToShards(Attaching):
 
     def open(self) -> Road:
         self._name_parameters()
-        return ShardedRoad(self.model, self._units, self.weights)
+        return ShardedRoad(self.model, self._units, self.weights, self.devices_over_host())
 
     def _name_parameters(self) -> None:
         part = fsdp.part_of(unit.group for unit in self._units)

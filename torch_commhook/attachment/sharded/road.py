@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NoReturn
@@ -95,9 +95,16 @@ class ShardedRoad(Road):
         model: the model.
         units: its groups of parameters. Trained ones come first, and have the same process groups.
         weights: the codec for gathered parameters; None gathers them uncompressed.
+        devices: as for :class:`StepGroup`.
     """
 
-    def __init__(self, model: nn.Module, units: list[Unit], weights: Codec | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        units: list[Unit],
+        weights: Codec | None,
+        devices: Collection[str] | None = None,
+    ) -> None:
         self._all_units = units
         self._units = [unit for unit in units if unit.parameters]
         self._attached: Attached | None = None
@@ -110,7 +117,11 @@ class ShardedRoad(Road):
         self._counted: list[Attached] = []  # in this step
         self._runs_module_hooks = False  # in this step
         self._step = ShardedStep(
-            process_groups(units), fsdp.replica_group(first), self._step_begins, self._step_done
+            process_groups(units),
+            fsdp.replica_group(first),
+            self._step_begins,
+            self._step_done,
+            devices,
         )
         # The ranks with other shards, and those with the same ones.
         self._shards = self._step.group_of(fsdp.scatter_group(first) or fsdp.shard_group(first))

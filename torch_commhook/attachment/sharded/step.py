@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -91,6 +91,7 @@ class ShardedStep:
         replicas: the one of them with the replicas of this rank's shards, or None.
         on_begin: called when a step begins.
         on_end: called when all ranks have done a step.
+        devices: as for :class:`StepGroup`.
 
     Attributes:
         in_replica: the groups within this rank's replica.
@@ -105,8 +106,9 @@ class ShardedStep:
         replicas: dist.ProcessGroup | None,
         on_begin: Callable[[], None],
         on_end: Callable[[], None],
+        devices: Collection[str] | None = None,
     ) -> None:
-        self._groups = {parent: StepGroup(parent) for parent in parents}
+        self._groups = {parent: StepGroup(parent, devices=devices) for parent in parents}
         others = set() if replicas is None else set(dist.get_process_group_ranks(replicas))
         self.in_replica = [
             group
