@@ -42,6 +42,7 @@ from torch.distributed.tensor import DTensor
 from torch_commhook import GradBucket, HookHandle, PeerError, attach, hooks, load_cpp_hooks
 from torch_commhook.codecs import CODECS
 from torch_commhook.collectives import futures, wire
+from torch_commhook.step import link
 
 #: As MIXED, with messages that pass through the host.
 HOST = "over the host"
@@ -173,7 +174,7 @@ def _collectives(rank: int, path: str, backend: str | None) -> list[Tensor]:
         numel = torch.Size(shape).numel()
         tensor = torch.arange(numel, dtype=torch.float32).view(shape).to(device)
         if backend is not None:
-            library.sleep(2 * stream_groups.DELAY_SECONDS)
+            library.sleep((2 if value is None else 10) * stream_groups.DELAY_SECONDS)
         return tensor.mul_(rank + 1.0).add_(1) if value is None else tensor.fill_(value)
 
     def old(*shape: int) -> Tensor:
@@ -371,6 +372,25 @@ def test_a_failed_step_over_the_host_may_be_repeated(rank: int, paths: Paths, mo
             assert rank == 1 or error.rank == 1
         handle.remove()
     assert_same(found[:4], found[4:])
+
+
+@on_pool("ranks")
+@pytest.mark.parametrize(("rate", "is_slow"), [(2e8, True), (2e10, False)])
+@pytest.mark.parametrize("backend", [MIXED, NAME])
+def test_a_far_and_slow_link_is_found(
+    rank: int, paths: Paths, backend: str, rate: float, is_slow: bool
+) -> None:
+    """Then messages go over the host, without any word of the user."""
+    stream_groups.load(paths[0])
+    group = dist.new_group(backend=backend)
+    measured = link.Link(0.05, {1: rate, link.MANY: rate})
+    with unittest.mock.patch.object(link, "measure_briefly", lambda *_: measured):
+        net, handle = attached(EAGER["module"], module().to(DEVICE), hooks.cast(), group)
+    before = stream_groups.issued()
+    with EAGER["module"].step_function(net) as step:
+        step(batch(rank, 0).to(DEVICE))
+    assert (stream_groups.issued() == before) == is_slow
+    handle.remove()
 
 
 @on_pool("ranks")

@@ -108,7 +108,9 @@ def attach(
             streams of its own: for ranks on several machines that a slow link connects. A failed
             step then recovers as on the CPU. ``"device"``: the group's backend, such as NCCL.
             ``"auto"``: the transport if that backend is Gloo or ``commhook``, which go through the
-            host in any case; else the backend. Tensors on the CPU always use the transport.
+            host in any case; or if up to 16 ranks on several machines have a round trip of 5 ms or
+            more, and a link below 5 Gbit/s, which ``attach`` measures; else the backend. Tensors on
+            the CPU always use the transport.
         elastic: for a module on the CPU: how training continues when ranks are lost, and how it
             admits new ranks. Uses connections of the library's own: see
             :class:`torch_commhook.Elastic`.

@@ -37,6 +37,7 @@ from torch_commhook.collectives.futures import (
 from torch_commhook.collectives.gloo_groups import (
     check_place,
     destroy_group,
+    devices_over_host,
     exchanges,
     group_and_inner,
     group_description,
@@ -46,7 +47,6 @@ from torch_commhook.collectives.gloo_groups import (
     group_store,
     group_timeout,
     is_gloo_or_own,
-    devices_over_host,
     is_known,
     make_group,
     resolve_group,

@@ -210,6 +210,7 @@ class Attached:
         group.hook_changes()
         self._step_group = weakref.ref(group)
         self.memory.replays.prepare(device)
+        group.choose_wire(device)
         self.memory.group = group.group_for(device)
         if group.carries(device):
             group.use_connections(self.connections)

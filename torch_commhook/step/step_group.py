@@ -99,6 +99,9 @@ from torch_commhook.step.connected_group import (
 from torch_commhook.step.link import MoreConnections
 
 _log = logging.getLogger(__name__)
+#: Below so many bits per second, copies of a device's tensors to the host take little of the time
+#: of their messages.
+_SLOW = 5e9
 #: Another rank is at fault, and will send nothing more.
 _GONE = (WireFailure.ENDED, WireFailure.LOST, WireFailure.LEFT, WireFailure.TOLD)
 
@@ -142,7 +145,7 @@ class StepGroup:
         greeting: a digest of at most 32 bytes: the argument of the first :attr:`all_alike`, which
             then takes less time.
         devices: the types of devices whose tensors go over the library's transport, beside the CPU;
-            None for those of which the parent's go over Gloo.
+            None for those of which the parent's go over Gloo, and :meth:`choose_wire`.
 
     Attributes:
         group: the group through which hooks communicate. A failed step replaces its channel.
@@ -165,6 +168,7 @@ class StepGroup:
         self.parent = resolve_group(parent)
         found = devices_over_host(self.parent) if devices is None else devices
         self._carried = frozenset(found) | {"cpu"}
+        self._may_choose = devices is None
         self._meets_again = meets_again
         self._connect_within = connect_within
         self.size: int = self.parent.size()
@@ -231,6 +235,19 @@ class StepGroup:
         """Whether tensors on a device go over the library's transport, if ranks can reconnect."""
         return device.type in self._carried
 
+    def choose_wire(self, device: torch.device) -> None:
+        """Also carry tensors on a device, if a far and slow link connects the ranks.
+
+        Does nothing if that was decided. All ranks call this, and measure the link the first time.
+        """
+        if not self._may_choose or self.carries(device) or not self.recovers:
+            return
+        self.use_connections(None)
+        link = self.connections.link(self.group)
+        if link is not None and link.rates and link.measured.bits_per_second < _SLOW:
+            self._carried |= {device.type}
+            _log.info("%s: tensors on %s go over the host: %s", self.name, device.type, link)
+
     def group_for(self, device: torch.device) -> dist.ProcessGroup:
         """The group through which hooks communicate tensors on a device."""
         group = self.group if self.carries(device) else self.parent
@@ -257,12 +274,8 @@ class StepGroup:
             The group itself if it cannot reconnect: one of another backend, or with ranks that do
             not take part here.
         """
-        if not (
-            self.recovers
-            and self.carries(device)
-            and is_gloo_or_own(group)
-            and self._has(group)
-        ):
+        is_known = is_gloo_or_own(group) or lacks_cpu(group)
+        if not (self.recovers and self.carries(device) and is_known and self._has(group)):
             self._note_outside(group)
             return group
         found = self._private_groups.get(group)
@@ -583,10 +596,15 @@ class StepGroup:
             f"commhook: gradients over {group_description(like)}",
             connect_within=self._connect_within,
             greeting=greeting,
-            devices=self._carried - {"cpu"},
+            devices=(self._carried | (_types(like) if self._may_choose else set())) - {"cpu"},
         )
         self._own.append(own)
         return own.group
+
+
+def _types(group: dist.ProcessGroup) -> set[str]:
+    """The types of the devices of a group's tensors."""
+    return {device.type for device in getattr(group, "_device_types", ())}
 
 
 def _destroy_all(groups: Collection[ConnectedGroup]) -> None:

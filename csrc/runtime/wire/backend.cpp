@@ -179,7 +179,8 @@ class ChannelBackend final : public WireBackend {
     const int root = check_rooted(request, tensors, options.rootRank, options.rootTensor);
     const Reduction reduction(options.reduceOp, tensors[0].scalar_type(), size_);
     const auto operation = begin();
-    const auto data = rank_ == root ? operation->output(tensors, true) : operation->input(tensors[0]);
+    const auto data =
+        rank_ == root ? operation->output(tensors, true) : operation->input(tensors[0]);
     add_reduce(*operation, data, root, reduction);
     request.of = c10::str(form_of(data), " by ", reduction.name(), " to rank ", root);
     request.outputs = {tensors};

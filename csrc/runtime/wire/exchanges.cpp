@@ -73,7 +73,8 @@ void Exchanges::check(const Tensors& messages, const Stage& stage, const char* n
   };
   TORCH_CHECK_VALUE(static_cast<int64_t>(messages.size()) == channel_->size() &&
                         std::all_of(messages.begin(), messages.end(), is_message),
-                    "exchange: ", name, " must hold a flat uint8 tensor for each rank, all on one "
+                    "exchange: ", name,
+                    " must hold a flat uint8 tensor for each rank, all on one "
                     "device");
 }
 
@@ -211,8 +212,7 @@ Exchanges::FuturePtr Exchanges::start(Tensors inputs, Tensors outputs, at::Tenso
   const auto device = inputs[0].device();
   whole->staging = device.is_cpu() ? nullptr : &Staging::on(device);
   const auto done = c10::make_intrusive<Future>(
-      c10::TensorType::get(),
-      device.is_cpu() ? std::vector<c10::Device>() : std::vector{device});
+      c10::TensorType::get(), device.is_cpu() ? std::vector<c10::Device>() : std::vector{device});
   whole->channel = channel_;
   whole->done = done;
   whole->inputs = std::move(inputs);
@@ -321,8 +321,7 @@ Exchanges::FuturePtr Exchanges::run(Operation& operation, Request request, at::T
                                     int64_t place, std::chrono::milliseconds timeout) const {
   const auto device = result.device();
   auto done = c10::make_intrusive<Future>(
-      c10::TensorType::get(),
-      device.is_cpu() ? std::vector<c10::Device>() : std::vector{device});
+      c10::TensorType::get(), device.is_cpu() ? std::vector<c10::Device>() : std::vector{device});
   if (is_of_another_step(place)) {
     done->setError(std::make_exception_ptr(error_of_another_step(channel_->rank())));
     return done;

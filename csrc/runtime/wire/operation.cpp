@@ -221,7 +221,8 @@ c10::intrusive_ptr<WireWork> Operation::begin(Request request) {
     return work;
   }
   begun_ = staging_->now();
-  const auto start = [self = shared_from_this(), busy = channel_->busy()](std::exception_ptr error) {
+  const auto start = [self = shared_from_this(),
+                      busy = channel_->busy()](std::exception_ptr error) {
     self->error_ = std::move(error);
     for (const auto& [to, from] : self->first_) {
       to.copy_(from);

@@ -77,7 +77,7 @@ class WireWork : public c10d::Work {
   const std::shared_ptr<Channel> channel_;
   const Request request_;
   const Staging* const staging_;
-  std::optional<c10::Event> written_;               // under mutex_, as is
+  std::optional<c10::Event> written_;  // under mutex_, as is
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
@@ -139,14 +139,14 @@ class Operation : public std::enable_shared_from_this<Operation> {
   const std::shared_ptr<Channel> channel_;
   c10::intrusive_ptr<WireWork> work_;
   std::vector<Step> steps_{1};
-  size_t next_ = 0;                                        // in steps_
-  Tensors tensors_;                                        // of the messages
+  size_t next_ = 0;                                               // in steps_
+  Tensors tensors_;                                               // of the messages
   using Copies = std::vector<std::pair<at::Tensor, at::Tensor>>;  // to, from
-  Copies first_;                                           // before the first messages
-  Copies puts_;                                            // at last, to the device
-  Copies copies_;                                          // after these
-  Staging* staging_ = nullptr;                             // if tensors are on a device
-  std::optional<c10::Event> begun_;                        // of the caller's stream there
+  Copies first_;                                                  // before the first messages
+  Copies puts_;                                                   // at last, to the device
+  Copies copies_;                                                 // after these
+  Staging* staging_ = nullptr;                                    // if tensors are on a device
+  std::optional<c10::Event> begun_;                               // of the caller's stream there
   bool has_fetched_ = false;
   uint32_t base_ = 0;
   uint32_t stage_ = 0;

@@ -50,9 +50,7 @@ at::Tensor Staging::memory(const at::Tensor& tensor) {
   return at::empty({tensor.numel()}, options);
 }
 
-c10::Stream Staging::current() const {
-  return VirtualGuardImpl(device_.type()).getStream(device_);
-}
+c10::Stream Staging::current() const { return VirtualGuardImpl(device_.type()).getStream(device_); }
 
 c10::Event Staging::now() const { return recorded(current()); }
 
