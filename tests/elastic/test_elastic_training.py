@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import pytest
+from cpp_libraries import library
 from repository import SUPPORT
 
 #: The reports of the ranks of each case.
@@ -163,6 +164,22 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+#: Also with models on a device, whose values come late.
+ON_A_DEVICE = (
+    "a rank is killed in its backward",
+    "the first rank is killed",
+    "a rank is killed at the end of a step",
+    "a rank's hook raises",
+    "a rank leaves in order",
+    "a killed rank's process starts anew",
+    "in pieces: a killed rank's process starts anew",
+    "auto: a rank is killed in the step that chooses",
+    "local steps: a rank is killed between two exchanges",
+    "local steps: a killed rank's process starts anew",
+    "streaming: a killed rank's process starts anew",
+)
+CASES |= {f"on a device: {name}": {**CASES[name], "device": ""} for name in ON_A_DEVICE}
+
 #: A case of each kind. ``make test`` runs these alone, each in a second or two.
 SHORT = (
     "the first rank is killed",
@@ -173,6 +190,7 @@ SHORT = (
     "local steps are counted",
     "streaming: the lost rank does not count",
     "a slow rank is named",
+    "on a device: the first rank is killed",
 )
 
 
@@ -189,8 +207,12 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     names = {each.callspec.params["name"] for each in items if each.module is request.module}
     folder = tmp_path_factory.mktemp("elastic")
     script = SUPPORT / "elastic_ranks.py"
+    cases = [CASES[name] for name in names]
+    if any("device" in case for case in cases):
+        device = {"device": library("stream_device")}
+        cases = [{**case, **device} if "device" in case else case for case in cases]
     done = subprocess.run(
-        [sys.executable, str(script), str(folder), json.dumps([CASES[name] for name in names])],
+        [sys.executable, str(script), str(folder), json.dumps(cases)],
         capture_output=True,
         text=True,
         timeout=300,

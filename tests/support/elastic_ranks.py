@@ -16,6 +16,7 @@ step on, ``replace``: the hook, by the one that late ranks attach.
 nothing else; these are logged. ``straggler``: settings for slow ranks.
 ``together``: ranks call ``synchronize()`` before each step with a number that is 1 more than a
 multiple of this.
+``device``: a library of ``cpp_libraries``, whose device has the models. Each rank loads it.
 ``late``: ranks that start when the first one has done so many steps; with ``late_hook`` if given.
 """
 
@@ -33,6 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import stream_groups
 import torch
 from torch import nn
 
@@ -89,7 +91,7 @@ HOOKS: dict[str, Any] = {
 
 
 def _digest(model: nn.Module) -> str:
-    values = [each.detach().numpy().tobytes() for each in model.state_dict().values()]
+    values = [each.detach().cpu().numpy().tobytes() for each in model.state_dict().values()]
     return hashlib.sha256(b"".join(values)).hexdigest()[:12]
 
 
@@ -200,6 +202,10 @@ def _train(number: int, case: dict[str, Any], folder: Path, port: int) -> str:
     hook = case["hook"] if number < case["ranks"] else case.get("late_hook", case["hook"])
     counts = case.get("counts")
     model = _Counter(counts[number]) if counts else _model(number)
+    device = "cpu"
+    if "device" in case:
+        stream_groups.load(case["device"])
+        model.to(device := stream_groups.DEVICE)
     optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     if counts:
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -238,7 +244,7 @@ def _train(number: int, case: dict[str, Any], folder: Path, port: int) -> str:
                     handle.replace(HOOKS[case["late_hook"]]())
                 else:
                     _happens(event, handle, model, folder)
-            inputs = torch.randn(8, 16)
+            inputs = torch.randn(8, 16).to(device)
             optimizer.zero_grad()
             loss = model(inputs)
             joins = handle.is_joining  # in this step

@@ -111,7 +111,7 @@ def attach(
             host in any case; or if up to 16 ranks on several machines have a round trip of 5 ms or
             more, and a link below 5 Gbit/s, which ``attach`` measures; else the backend. Tensors on
             the CPU always use the transport.
-        elastic: for a module on the CPU: how training continues when ranks are lost, and how it
+        elastic: for a module: how training continues when ranks are lost, and how it
             admits new ranks. Uses connections of the library's own: see
             :class:`torch_commhook.Elastic`.
         shard_hook: for a sharded model on a mesh of two dimensions: the hook of its
@@ -369,12 +369,6 @@ class _AttachingWithElastic(_AttachingToModule):
                 "so the model's _ddp_params_and_buffers_to_ignore must be empty, got "
                 f"{sorted(ignored)}"
             )
-        for name, parameter in self._parameters:
-            if parameter.device.type != "cpu":
-                raise ValueError(
-                    f"attach: with elastic, parameters must be on the CPU, got '{name}' on "
-                    f"{parameter.device}"
-                )
         for name, tensor in first_values(self.model).items():
             why = why_not_written(tensor)
             if why is not None:

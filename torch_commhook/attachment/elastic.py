@@ -78,7 +78,8 @@ class ElasticTraining:
         if settings.straggler is not None:
             self._pace = StepTimer(settings.straggler, settings.straggler_steps)
         self._steps_measured = 0  # since the pace last began
-        self.ranks = ElasticRanks(settings)
+        types = {parameter.device.type for _, parameter in parameters}
+        self.ranks = ElasticRanks(settings, types - {"cpu"})
         self._state = TrainingState(
             model, settings.state, self.ranks, lambda: self._attached, str(shared["the hook"])
         )

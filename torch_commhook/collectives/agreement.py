@@ -47,6 +47,8 @@ def packed(value: Any) -> Tensor:
 def _plain(value: Any, made: dict[int, Any]) -> Any:
     if isinstance(value, np.generic):
         return value.item()
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        return value.detach().cpu()
     if type(value) not in (dict, list, tuple):
         return value
     if id(value) not in made:

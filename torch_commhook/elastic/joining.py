@@ -116,6 +116,8 @@ class StateChunks:
                         whole = _like(parameter, value, state.get(name))
                         _write(whole, first, value)
                         value = whole
+                    elif isinstance(value, Tensor):
+                        value = value.to(_device_of(name, parameter, state, optimizer))
                     state[name] = value
                 if first == 0:  # all of these come with the first element
                     for name in state.keys() - values.keys():
@@ -187,6 +189,21 @@ def _goes_along(value: object, parameter: Tensor) -> bool:
     )
 
 
+def _device_of(
+    name: str, parameter: Tensor, state: Mapping[str, Any], optimizer: torch.optim.Optimizer
+) -> torch.device:
+    """Where an optimizer has a value of a parameter that does not have its shape."""
+    before = state.get(name)
+    if isinstance(before, Tensor):
+        return before.device
+    if name == "step":  # PyTorch's count on the host, unless kernels count
+        for group in optimizer.param_groups:
+            if any(each is parameter for each in group["params"]):
+                counts = group.get("capturable") or group.get("fused")
+                return parameter.device if counts else torch.device("cpu")
+    return parameter.device
+
+
 def _flat(tensor: Tensor, begin: int, end: int) -> Tensor:
     return tensor.detach().reshape(-1)[begin:end].clone()
 
@@ -209,7 +226,7 @@ def _like(parameter: Tensor, value: Tensor, before: object) -> Tensor:
 
 def sum_of_bits(tensor: Tensor) -> int:
     """A checksum of a tensor's elements in order, whatever its strides: 32 bits."""
-    data: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    data: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
     return zlib.crc32(data)
 
 

@@ -220,6 +220,7 @@ class ElasticRanks:
 
     Args:
         settings: the user's settings.
+        devices: the types of devices with the model's parameters, beside the CPU.
 
     Attributes:
         settings: as given.
@@ -238,7 +239,7 @@ class ElasticRanks:
 
     group: StepGroup
 
-    def __init__(self, settings: Elastic) -> None:
+    def __init__(self, settings: Elastic, devices: Collection[str] = ()) -> None:
         if settings.leave_on is not None and (
             threading.current_thread() is not threading.main_thread()
         ):
@@ -246,6 +247,7 @@ class ElasticRanks:
                 "attach: Elastic(leave_on=) needs the main thread, which alone handles signals"
             )
         self.settings = settings
+        self._devices = devices
         self.steps = self.trained = 0
         self.events: list[MembershipEvent] = []
         self.asked_by: int | None = None
@@ -583,6 +585,7 @@ class ElasticRanks:
             timedelta(seconds=self.settings.timeout),
             description=name,
             within=within,
+            devices=self._devices,
         )
         state_of(self._base).ports.add(self._door.port)
         self.group = StepGroup(self._base, meets_again=False, connect_within=within)

@@ -31,8 +31,9 @@ left a backward before it reached them. If a rank's process has ended, the first
 writes this as the reason, and blames no rank that is alive. The group keeps its name and identity,
 because compiled code finds it by name; only its backend gets another channel.
 
-The backend of the tensors' device decides how a failed step ends. Tensors on a device travel over
-the model's group, while the ranks agree over a Gloo group for the CPU. The library makes that group
+Tensors on a device may use the same channel, through memory of the host
+(:meth:`StepGroup.carries`). Otherwise their backend decides how a failed step ends: they travel
+over the model's group, while the ranks agree over a Gloo group for the CPU. The library makes that group
 for ``cpu:gloo,cuda:nccl`` and for a group that has NCCL alone. So all ranks raise in the step that
 failed, on NCCL as on Gloo. But NCCL cannot cancel a collective: a rank may have issued some that
 the others never join, and later ones would pair with these. So each rank marks the group as lost,

@@ -79,8 +79,7 @@ class AttachingToShards(Attaching):
         self.check_none_given("follow from how fully_shard() was applied", "a sharded model")
         if self.elastic is not None:
             raise ValueError(
-                "attach: elastic is for a module on the CPU, got one that fully_shard() was "
-                "applied to"
+                "attach: elastic is for a module, got one that fully_shard() was applied to"
             )
         fsdp.reshard(model)
         units = self._units = _units(model)
