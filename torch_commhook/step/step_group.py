@@ -33,12 +33,12 @@ because compiled code finds it by name; only its backend gets another channel.
 
 Tensors on a device may use the same channel, through memory of the host
 (:meth:`StepGroup.carries`). Otherwise their backend decides how a failed step ends: they travel
-over the model's group, while the ranks agree over a Gloo group for the CPU. The library makes that group
-for ``cpu:gloo,cuda:nccl`` and for a group that has NCCL alone. So all ranks raise in the step that
-failed, on NCCL as on Gloo. But NCCL cannot cancel a collective: a rank may have issued some that
-the others never join, and later ones would pair with these. So each rank marks the group as lost,
-and refuses the next step, DDP's next broadcast of buffers, and another ``attach``; the error gives
-the reason. The library aborts no communicator, because it belongs to the user. The user calls
+over the model's group, while the ranks agree over a Gloo group for the CPU. The library makes that
+group for ``cpu:gloo,cuda:nccl`` and for a group that has NCCL alone. So all ranks raise in the step
+that failed, on NCCL as on Gloo. But NCCL cannot cancel a collective: a rank may have issued some
+that the others never join, and later ones would pair with these. So each rank marks the group as
+lost, and refuses the next step, DDP's next broadcast of buffers, and another ``attach``; the error
+gives the reason. The library aborts no communicator, because it belongs to the user. The user calls
 ``abort()`` on all ranks, makes a new group and attaches again. If the CPU's backend is not Gloo,
 the ranks cannot agree: they wait until the group's own timeout.
 """
