@@ -8,6 +8,8 @@ import sys
 from typing import Any
 
 import pytest
+import stream_groups
+import torch
 from cpp_libraries import library
 from repository import SUPPORT
 
@@ -178,7 +180,11 @@ ON_A_DEVICE = (
     "local steps: a killed rank's process starts anew",
     "streaming: a killed rank's process starts anew",
 )
-CASES |= {f"on a device: {name}": {**CASES[name], "device": ""} for name in ON_A_DEVICE}
+CASES |= {
+    f"on {kind}: {name}": {**CASES[name], "device": device}
+    for name in ON_A_DEVICE
+    for kind, device in (("a device", "streams:0"), ("CUDA", "cuda:0"))
+}
 
 #: A case of each kind. ``make test`` runs these alone, each in a second or two.
 SHORT = (
@@ -196,7 +202,8 @@ SHORT = (
 
 def of(*names: str) -> pytest.MarkDecorator:
     """A test of these cases."""
-    marks = {name: () if name in SHORT else pytest.mark.long for name in names}
+    marks: dict[str, Any] = {name: () if name in SHORT else pytest.mark.long for name in names}
+    marks |= {name: pytest.mark.cuda for name in names if name.startswith("on CUDA")}
     return pytest.mark.parametrize("name", [pytest.param(n, marks=m) for n, m in marks.items()])
 
 
@@ -207,10 +214,12 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     names = {each.callspec.params["name"] for each in items if each.module is request.module}
     folder = tmp_path_factory.mktemp("elastic")
     script = SUPPORT / "elastic_ranks.py"
+    if not torch.cuda.is_available():
+        names = {name for name in names if not name.startswith("on CUDA")}
     cases = [CASES[name] for name in names]
-    if any("device" in case for case in cases):
-        device = {"device": library("stream_device")}
-        cases = [{**case, **device} if "device" in case else case for case in cases]
+    if any(case.get("device") == stream_groups.DEVICE for case in cases):
+        path = library("stream_device")
+        cases = [{**case, "device_library": path} for case in cases]
     done = subprocess.run(
         [sys.executable, str(script), str(folder), json.dumps(cases)],
         capture_output=True,

@@ -46,8 +46,11 @@ from torch_commhook.step import link
 
 #: As MIXED, with messages that pass through the host.
 HOST = "over the host"
+#: The same for tensors of two processes on one GPU.
+CUDA = "over the host on CUDA"
 OVER = pytest.mark.parametrize("backend", [MIXED, pytest.param(HOST, marks=pytest.mark.long)])
 Paths = tuple[str, str]
+NO_PATHS = "", ""
 EAGER = {model: Mode(model, "eager") for model in ("module", "ddp")}
 by_model = pytest.mark.parametrize("model", EAGER)
 
@@ -93,21 +96,23 @@ def _compare(
 
 
 def _device(backend: str | None) -> str:
-    return "cpu" if backend is None else DEVICE
+    return {None: "cpu", CUDA: "cuda:0"}.get(backend, DEVICE)
 
 
 def _group(members: list[int], backend: str | None) -> Any:
-    return dist.new_group(members, backend=MIXED if backend == HOST else backend or "gloo")
+    name = {None: "gloo", HOST: MIXED, CUDA: "gloo"}.get(backend, backend)
+    return dist.new_group(members, backend=name)
 
 
 def _options(backend: str | None) -> dict[str, str]:
-    return {"wire": "host"} if backend == HOST else {}
+    return {"wire": "host"} if backend in (HOST, CUDA) else {}
 
 
 def _train(rank: int, paths: Paths, name: str, mode: Mode, backend: str | None) -> list[Tensor]:
     torch._dynamo.reset()
-    load_cpp_hooks(paths[1])
-    stream_groups.load(paths[0])  # also over Gloo: before the process's first backward
+    if paths != NO_PATHS:
+        load_cpp_hooks(paths[1])
+        stream_groups.load(paths[0])  # also over Gloo: before the process's first backward
     group = _group([0, 1], backend)
     alone = [_group([each], backend) for each in range(2)][rank]
     hook, device = hook_of(name, group, alone), _device(backend)
@@ -149,6 +154,14 @@ def test_messages_over_the_host(ranks: RankPool, paths: Paths, name: str) -> Non
     _compare(ranks, _train, paths, name, EAGER["module"], backend=HOST)
 
 
+@pytest.mark.cuda
+@by_model
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("cpp")])
+def test_messages_over_the_host_on_cuda(ranks: RankPool, name: str, model: str) -> None:
+    same_bits = name != "powersgd"
+    _compare(ranks, _train, NO_PATHS, name, EAGER[model], same_bits=same_bits, backend=CUDA)
+
+
 @pytest.mark.parametrize(
     "name", ["cpp allreduce", "cpp cast", "cpp gradients", "allreduce", "cast"]
 )
@@ -165,16 +178,19 @@ OWN = f"cpu:commhook,{NAME}:commhook"
 
 def _collectives(rank: int, path: str, backend: str | None) -> list[Tensor]:
     """The results of each; on a device values come late, and so does what results overwrite."""
-    library = stream_groups.load(path)
+    library = stream_groups.load(path) if path else None
     wire.register_backend()
-    group = dist.new_group(backend=backend or "commhook")
+    group = dist.new_group(backend=OWN if backend == HOST else "commhook")
     device = _device(backend)
 
     def late(*shape: int, value: float | None = None) -> Tensor:
         numel = torch.Size(shape).numel()
         tensor = torch.arange(numel, dtype=torch.float32).view(shape).to(device)
-        if backend is not None:
-            library.sleep((2 if value is None else 10) * stream_groups.DELAY_SECONDS)
+        times = 2 if value is None else 10
+        if backend == CUDA:
+            torch.cuda._sleep(times * 5_000_000)  # cycles of the clock
+        elif library is not None and backend is not None:
+            library.sleep(times * stream_groups.DELAY_SECONDS)
         return tensor.mul_(rank + 1.0).add_(1) if value is None else tensor.fill_(value)
 
     def old(*shape: int) -> Tensor:
@@ -227,7 +243,12 @@ def _collectives(rank: int, path: str, backend: str | None) -> list[Tensor]:
 
 
 def test_collectives_of_the_backend(ranks: RankPool, paths: Paths) -> None:
-    _compare(ranks, _collectives, paths[0], backend=OWN)
+    _compare(ranks, _collectives, paths[0], backend=HOST)
+
+
+@pytest.mark.cuda
+def test_collectives_of_the_backend_on_cuda(ranks: RankPool) -> None:
+    _compare(ranks, _collectives, "", backend=CUDA)
 
 
 # ---- on one device, without other processes ------------------------------------------------------

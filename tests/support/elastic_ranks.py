@@ -16,7 +16,7 @@ step on, ``replace``: the hook, by the one that late ranks attach.
 nothing else; these are logged. ``straggler``: settings for slow ranks.
 ``together``: ranks call ``synchronize()`` before each step with a number that is 1 more than a
 multiple of this.
-``device``: a library of ``cpp_libraries``, whose device has the models. Each rank loads it.
+``device``: which has the models. Each rank loads the library of a device with late streams.
 ``late``: ranks that start when the first one has done so many steps; with ``late_hook`` if given.
 """
 
@@ -202,10 +202,10 @@ def _train(number: int, case: dict[str, Any], folder: Path, port: int) -> str:
     hook = case["hook"] if number < case["ranks"] else case.get("late_hook", case["hook"])
     counts = case.get("counts")
     model = _Counter(counts[number]) if counts else _model(number)
-    device = "cpu"
-    if "device" in case:
-        stream_groups.load(case["device"])
-        model.to(device := stream_groups.DEVICE)
+    device = case.get("device", "cpu")
+    if device == stream_groups.DEVICE:
+        stream_groups.load(case["device_library"])
+    model.to(device)
     optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     if counts:
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

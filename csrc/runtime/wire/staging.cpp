@@ -18,6 +18,11 @@ using std::chrono::microseconds;
 constexpr microseconds kShortest{20};
 constexpr microseconds kLongest{200};
 
+// The callbacks of Futures use those of low priority.
+c10::Stream of_its_own(at::Device device) {
+  return VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/true);
+}
+
 c10::Event recorded(const c10::Stream& stream) {
   c10::Event event(stream.device_type());
   event.record(stream);
@@ -42,8 +47,8 @@ Staging& Staging::on(at::Device device) {
 
 Staging::Staging(at::Device device)
     : device_(device),
-      fetching_(VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)),
-      writing_(VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)) {}
+      fetching_(of_its_own(device)),
+      writing_(of_its_own(device)) {}
 
 at::Tensor Staging::memory(const at::Tensor& tensor) {
   const auto options = at::TensorOptions(tensor.scalar_type()).pinned_memory(tensor.is_cuda());
