@@ -182,8 +182,8 @@ def test_a_number_without_an_effect_is_a_warning() -> None:
         run_ranks(counts, 2)
     texts = {str(each.message) for each in caught}
     assert texts == {
-        "attach: connections=4 has no effect: it applies to ranks over Gloo with "
-        "tensors on the CPU, and not to simulated ranks"
+        "attach: connections=4 has no effect: it applies to tensors that go over the library's "
+        "transport, and not to simulated ranks"
     }
 
 

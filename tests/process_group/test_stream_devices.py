@@ -42,7 +42,7 @@ from torch.distributed.tensor import DTensor
 from torch_commhook import GradBucket, HookHandle, PeerError, attach, hooks, load_cpp_hooks
 from torch_commhook.codecs import CODECS
 from torch_commhook.collectives import futures, wire
-from torch_commhook.step import link
+from torch_commhook.step import link, step_group
 
 #: As MIXED, with messages that pass through the host.
 HOST = "over the host"
@@ -396,6 +396,23 @@ def test_a_failed_step_over_the_host_may_be_repeated(rank: int, paths: Paths, mo
 
 
 @on_pool("ranks")
+def test_the_way_of_a_ddp_stays(rank: int, paths: Paths) -> None:
+    stream_groups.load(paths[0])
+    group = dist.new_group(backend=MIXED)
+    model, handle = attached(EAGER["ddp"], module().to(DEVICE), hooks.cast(), group, wire="host")
+    handle.remove()
+    with pytest.raises(ValueError, match="wire='device' must be as for the first hook of this"):
+        attach(model, hooks.cast(), wire="device")
+    with attach(model, hooks.cast(), wire="host"):
+        pass
+
+
+def test_ways_are_named() -> None:
+    with pytest.raises(ValueError, match="wire must be one of 'auto', 'host', 'device', got 'x'"):
+        attach(module(), hooks.cast(), wire="x")
+
+
+@on_pool("ranks")
 @pytest.mark.parametrize(("rate", "is_slow"), [(2e8, True), (2e10, False)])
 @pytest.mark.parametrize("backend", [MIXED, NAME])
 def test_a_far_and_slow_link_is_found(
@@ -548,6 +565,31 @@ def test_stages_on_streams_of_their_own(
 ) -> None:
     same_bits = name != "powersgd"
     _compare(pairs, _train_pairs, paths[0], name, model, same_bits=same_bits, backend=backend)
+
+
+def _train_nodes(rank: int, path: str, is_inside: bool, backend: str | None) -> list[Tensor]:
+    """Two nodes of two ranks."""
+    library = stream_groups.load(path)
+    group = _group([0, 1, 2, 3], backend)
+    hook = hooks.hierarchical(CODECS["blockwise"](8), levels=[2])
+    of_node = f"node {rank // 2 if is_inside else rank}"
+    with unittest.mock.patch.object(step_group, "machine", lambda: of_node):
+        net = module().to(_device(backend))
+        model, handle = attached(EAGER["module"], net, hook, group, **_options(backend))
+    # PyTorch would give the next groups of the same ranks the same names, and places in the store.
+    KEPT_GROUPS.update(each.group_name for each in hook.own_groups())
+    before = library.issued()
+    found = parameters_of_steps(rank, EAGER["module"], model)
+    handle.remove()
+    if backend == HOST:
+        assert (library.issued() > before) == is_inside
+    return found
+
+
+@pytest.mark.parametrize(("backend", "is_inside"), [(MIXED, True), (HOST, True), (HOST, False)])
+def test_nodes(pairs: RankPool, paths: Paths, backend: str, is_inside: bool) -> None:
+    """Inside a node the group of the device is used, between nodes the host."""
+    _compare(pairs, _train_nodes, paths[0], is_inside, backend=backend)
 
 
 # ---- shards --------------------------------------------------------------------------------------

@@ -219,6 +219,7 @@ class _AttachingToModule(Attaching):
                     "module in a new DistributedDataParallel"
                 )
         self._check_parameters()
+        self._check_wire()
         self.check_unshared(self._parameters)
         shared = {"the parameters": described(self._parameters), **self._shared()}
         if not isinstance(model, DistributedDataParallel) and self._group().size() > 1:
@@ -252,6 +253,20 @@ class _AttachingToModule(Attaching):
             if not is_number or not 0 < mebibytes <= _MOST_MEBIBYTES:
                 raise ValueError(
                     f"attach: bucket_cap_mb must be a positive number of MiB, got {mebibytes!r}"
+                )
+
+    def _check_wire(self) -> None:
+        """Refuse another way of messages than that of a DDP's earlier hook, whose group stays."""
+        lasting, wanted = _lasting_road(self.model), self.devices_over_host()
+        if lasting is None or wanted is None:
+            return
+        for name, parameter in self._parameters:
+            device = parameter.device
+            is_carried = device.type == "cpu" or device.type in wanted
+            if lasting.group.carries(device) != is_carried:
+                raise ValueError(
+                    f"attach: wire={self.wire!r} must be as for the first hook of this "
+                    f"DistributedDataParallel, which has '{name}' on {device}"
                 )
 
     def _shared(self) -> dict[str, object]:

@@ -110,8 +110,12 @@ def is_gloo_or_own(group: dist.ProcessGroup) -> bool:
 
 def devices_over_host(group: dist.ProcessGroup) -> set[str]:
     """The types of devices whose tensors pass through memory of the host in a group."""
-    types = {device.type for device in getattr(group, "_device_types", ())}
-    return {each for each in types - {"cpu"} if is_gloo(group, each)}
+    return {each for each in device_types(group) - {"cpu"} if is_gloo(group, each)}
+
+
+def device_types(group: dist.ProcessGroup) -> set[str]:
+    """The types of the devices of a group's tensors; none if the group does not tell."""
+    return {device.type for device in getattr(group, "_device_types", ())}
 
 
 def wire_backend(group: dist.ProcessGroup) -> _C.WireBackend | None:

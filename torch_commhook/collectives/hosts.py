@@ -37,6 +37,7 @@ from torch_commhook.collectives.futures import (
 from torch_commhook.collectives.gloo_groups import (
     check_place,
     destroy_group,
+    device_types,
     devices_over_host,
     exchanges,
     group_and_inner,
@@ -220,7 +221,8 @@ def group_over(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGr
     known = group_ranks(group)
     assert known is not None
     members = [known[rank] for rank in ranks]
-    if is_gloo_or_own(group):
+    through_host = devices_over_host(group) | {"cpu"}
+    if is_gloo_or_own(group) and through_host.issuperset(device_types(group)):
         digest = hashlib.sha256(str(list(ranks)).encode()).hexdigest()[:16]
         name = f"{group_name(group)}/commhook-{digest}-{len(made)}"
         parent_store = group_store(group)
@@ -232,12 +234,16 @@ def group_over(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGr
             name,
             group_timeout(group),
             description=f"commhook: {len(ranks)} ranks of {group_description(group)}",
-            devices=devices_over_host(group),
+            devices=through_host - {"cpu"},
         )
         weakref.finalize(group, destroy_group, found)
     else:
-        timeout = group_timeout(group)
-        found = dist.new_group(members, timeout=timeout, use_local_synchronization=True)
+        found = dist.new_group(
+            members,
+            timeout=group_timeout(group),
+            backend=dist.get_backend_config(group),
+            use_local_synchronization=True,
+        )
     made.append(found)
     return found
 

@@ -61,8 +61,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook._C import WireFailure
+from torch_commhook.collectives.agreement import gather_values
 from torch_commhook.collectives.gloo_groups import (
     destroy_group,
+    device_types,
     devices_over_host,
     every_state,
     exchanges,
@@ -71,11 +73,13 @@ from torch_commhook.collectives.gloo_groups import (
     group_rank,
     group_store,
     group_timeout,
+    is_gloo,
     is_gloo_or_own,
     lacks_cpu,
     resolve_group,
     state_of,
 )
+from torch_commhook.collectives.hosts import machine
 from torch_commhook.collectives.issuing import (
     COMPARISON,
     Place,
@@ -273,10 +277,12 @@ class StepGroup:
 
         Returns:
             The group itself if it cannot reconnect: one of another backend, or with ranks that do
-            not take part here.
+            not take part here. Also for tensors on a device, if its own backend connects some of
+            the ranks, on one machine, such as NCCL in a node of ``hierarchical``.
         """
         is_known = is_gloo_or_own(group) or lacks_cpu(group)
-        if not (self.recovers and self.carries(device) and is_known and self._has(group)):
+        is_ours = self.recovers and self.carries(device) and is_known and self._has(group)
+        if not is_ours or self._is_faster(group, device):
             self._note_outside(group)
             return group
         found = self._private_groups.get(group)
@@ -285,6 +291,14 @@ class StepGroup:
             self._private_groups[group] = found
             self._connect_more(found)
         return found
+
+    def _is_faster(self, group: dist.ProcessGroup, device: torch.device) -> bool:
+        """Whether some of the ranks share a machine, and their backend for a device no host."""
+        if device.type == "cpu" or not 1 < group.size() < self.size:
+            return False
+        if is_gloo(group, device.type):
+            return False
+        return len(set(gather_values(machine(), group) or [])) == 1
 
     def use_connections(self, count: int | None) -> None:
         """Give large messages between two ranks several connections. All ranks call this.
@@ -597,15 +611,10 @@ class StepGroup:
             f"commhook: gradients over {group_description(like)}",
             connect_within=self._connect_within,
             greeting=greeting,
-            devices=(self._carried | (_types(like) if self._may_choose else set())) - {"cpu"},
+            devices=(self._carried | (device_types(like) if self._may_choose else set())) - {"cpu"},
         )
         self._own.append(own)
         return own.group
-
-
-def _types(group: dist.ProcessGroup) -> set[str]:
-    """The types of the devices of a group's tensors."""
-    return {device.type for device in getattr(group, "_device_types", ())}
 
 
 def _destroy_all(groups: Collection[ConnectedGroup]) -> None:

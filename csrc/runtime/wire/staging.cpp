@@ -46,9 +46,7 @@ Staging& Staging::on(at::Device device) {
 }
 
 Staging::Staging(at::Device device)
-    : device_(device),
-      fetching_(of_its_own(device)),
-      writing_(of_its_own(device)) {}
+    : device_(device), fetching_(of_its_own(device)), writing_(of_its_own(device)) {}
 
 at::Tensor Staging::memory(const at::Tensor& tensor) {
   const auto options = at::TensorOptions(tensor.scalar_type()).pinned_memory(tensor.is_cuda());
