@@ -701,6 +701,27 @@ def test_hooks_that_take_no_complex_gradients_name_one(one_rank: None, hook: str
         _complex_loss(model, 0).backward()
 
 
+# ---- buffers -------------------------------------------------------------------------------------
+
+
+class _Keeps(nn.Module):
+    def __init__(self, values: list[float]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.register_buffer("kept", torch.tensor(values))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.linear(inputs)
+
+
+@on_ranks(2)
+def test_buffers_get_all_bits_of_the_first_rank(rank: int) -> None:
+    model = _Keeps([-0.0, 1.0] if rank else [0.0, 1.0])
+    with attach(model, hooks.allreduce(), init_sync=False):
+        model(torch.ones(4))
+    assert not model.kept.signbit().any()
+
+
 # ---- several forwards before a backward ----------------------------------------------------------
 
 

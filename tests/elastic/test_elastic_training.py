@@ -313,6 +313,8 @@ def test_synchronize_brings_all_members_together(outcomes: Outcomes, name: str) 
     assert all(len(digests) == 1 for digests in of_step.values()), of_step
     assert len({next(iter(digests)) for digests in of_step.values()}) == len(of_step) > 2
     assert all(CASES[name]["steps"] in each for each in seen)
+    # A new rank that begins there would take part in the next exchange alone.
+    assert not any(each["lets_in"] for each in _stats_of_done(outcomes[name]))
 
 
 @of("local steps are counted")

@@ -234,9 +234,12 @@ def _train(number: int, case: dict[str, Any], folder: Path, port: int) -> str:
         assert len(views) == 1  # it is called at once
         began = _began(handle, model)
         together: list[tuple[int, str]] = []
+        lets_in = False
         while handle.steps < case["steps"]:
             if handle.steps % case.get("together", case["steps"]) == 0:
+                before = views[-1]
                 handle.synchronize()
+                lets_in = lets_in or views[-1] > before
                 together.append((handle.steps, _digest(model)))
             event = events.pop(handle.steps + 1, None)
             if event is not None:
@@ -270,6 +273,7 @@ def _train(number: int, case: dict[str, Any], folder: Path, port: int) -> str:
             "membership": events_seen,
             "stragglers": stats.stragglers,
             "together": together,
+            "lets_in": lets_in,
             "began": began,
             "choice": stats.choice,
         }
