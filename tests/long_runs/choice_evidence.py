@@ -262,14 +262,17 @@ def faults(folder: Path) -> None:
         areas = {area for file in fault["files"] for area in sources.areas(file)}
         tests = [test for test in fault["tests"] if test in sources.tests]
         chosen = [test for test in tests if is_chosen(sources, test, areas)]
+        builds = [[sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]]
+        builds = builds if fault["kind"] == "cpp" else []
         subprocess.run(["git", "apply", fault["patch"]], cwd=ROOT, check=True)
         try:
-            if fault["kind"] == "cpp":
-                build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+            for build in builds:
                 subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
             noticed = _noticed(chosen, "long")
         finally:
             subprocess.run(["git", "apply", "-R", fault["patch"]], cwd=ROOT, check=True)
+            for build in builds:
+                subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
         row = {key: fault[key] for key in ("commit", "files", "what")}
         rows.append({**row, "noticed_by": noticed, "left_out": sorted({*tests} - {*chosen})})
         print(json.dumps(rows[-1]), flush=True)
